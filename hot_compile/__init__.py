@@ -1,0 +1,3 @@
+"""``torch.compile(model, backend="hot")``: HOT's integer backward pass as a compiler backend."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,130 @@
+"""Schemas and fakes of every ``hot::`` operator. Importing this registers them; it imports torch only.
+
+Notation (paper, section 3): a layer is y = x W^T with L rows, I inputs, O outputs.
+g_x = g_y W contracts O; g_w = g_y^T x contracts L. Quantised operands are written contiguous
+along the contracted dimension, which is what integer tensor cores and VNNI read fastest.
+
+Each operator is *defined* by the function of the same name in ``reference.py``; providers (CPU, CUDA)
+match it bitwise on integers and scales. All operators are functional, return fresh contiguous
+tensors, draw no random numbers and read nothing back to the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HADAMARD_ORDER = 16
+"""Order of the block-diagonal Walsh-Hadamard transform (paper, section 4)."""
+CONTRACT_ALIGN = 32
+"""A contracted dimension is zero-padded to this many elements (16 bytes when packed INT4)."""
+INT4_GROUP = 128
+"""Rows that share one scale and minimum in packed INT4 storage."""
+
+SCHEMAS = {
+    "quantize_rows": "(Tensor x, int bits, bool per_row, bool stochastic) -> (Tensor q, Tensor scale)",
+    "quantize_columns": (
+        "(Tensor x, int rank, SymInt tokens, int bits, bool per_column, bool stochastic)"
+        " -> (Tensor q, Tensor scale, Tensor total)"
+    ),
+    "quantize_grad": (
+        "(Tensor grad_output, int row_bits, bool per_row, int rank, SymInt tokens, bool per_column)"
+        " -> (Tensor row_q, Tensor row_scale, Tensor col_q, Tensor col_scale, Tensor col_total)"
+    ),
+    "compress_int4": "(Tensor x) -> (Tensor packed, Tensor scale, Tensor minimum)",
+    "expand_int4": (
+        "(Tensor packed, Tensor scale, Tensor minimum) -> (Tensor q, Tensor scale, Tensor zero)"
+    ),
+    "scaled_int_mm": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? row_term, Tensor? col_term,"
+        " ScalarType out_dtype) -> Tensor"
+    ),
+}
+
+_LIBRARY = torch.library.Library("hot", "DEF")
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
+
+
+def round_up(n: int, multiple: int) -> int:
+    """``n`` rounded up to ``multiple``; both may be symbolic."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def contracted_rows(rows: int, rank: int, tokens: int) -> int:
+    """Length K of the contracted dimension that ``quantize_columns`` writes for ``rows`` rows.
+
+    rank 0 (no transform): the rows themselves. Otherwise ``rank`` of every 16 rows of a group;
+    groups take the same token of 16 samples when rows = samples x ``tokens``. Padded to 32.
+    """
+    if rank == 0:
+        return round_up(rows, CONTRACT_ALIGN)
+    samples = rows // tokens
+    blocks = (samples + HADAMARD_ORDER - 1) // HADAMARD_ORDER * tokens
+    return round_up(rank * blocks, CONTRACT_ALIGN)
+
+
+@torch.library.register_fake("hot::quantize_rows")
+def _(x: Tensor, bits: int, per_row: bool, stochastic: bool) -> tuple[Tensor, Tensor]:
+    rows, cols = x.shape
+    return (
+        x.new_empty((rows, round_up(cols, CONTRACT_ALIGN)), dtype=torch.int8),
+        x.new_empty((rows,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("hot::quantize_columns")
+def _(
+    x: Tensor, rank: int, tokens: int, bits: int, per_column: bool, stochastic: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
+    return (
+        x.new_empty((cols, contracted_rows(rows, rank, tokens)), dtype=torch.int8),
+        x.new_empty((cols,), dtype=torch.float32),
+        x.new_empty((cols,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("hot::quantize_grad")
+def _(
+    grad_output: Tensor, row_bits: int, per_row: bool, rank: int, tokens: int, per_column: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ops = torch.ops.hot
+    return (
+        *ops.quantize_rows(grad_output, row_bits, per_row, True),
+        *ops.quantize_columns(grad_output, rank, tokens, 8, per_column, True),
+    )
+
+
+@torch.library.register_fake("hot::compress_int4")
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
+    groups = (rows + INT4_GROUP - 1) // INT4_GROUP
+    return (
+        x.new_empty((cols, round_up(rows, CONTRACT_ALIGN) // 2), dtype=torch.uint8),
+        x.new_empty((cols, groups), dtype=torch.bfloat16),
+        x.new_empty((cols, groups), dtype=torch.bfloat16),
+    )
+
+
+@torch.library.register_fake("hot::expand_int4")
+def _(packed: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cols, half = packed.shape
+    return (
+        packed.new_empty((cols, half * 2), dtype=torch.int8),
+        packed.new_empty((cols,), dtype=torch.float32),
+        packed.new_empty((cols,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("hot::scaled_int_mm")
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    row_term: Tensor | None,
+    col_term: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
