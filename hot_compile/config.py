@@ -1,0 +1,207 @@
+"""What a user can choose, as one frozen value. Recipes are named configs; options override fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from .errors import OptionError
+
+
+class Strategy(str, Enum):
+    """How one layer's backward is computed and what its forward keeps for it (docs/strategies.md)."""
+
+    HLA8 = "hla8"
+    """g_x by HQ; g_w from the low-pass half of the transformed rows; x saved as half rows in INT8."""
+    INT4 = "int4"
+    """g_x by HQ; g_w full rank in INT8; x saved as packed INT4 in min-max groups of 128 rows."""
+    INT8 = "int8"
+    """g_x by HQ; g_w full rank in INT8; x saved as INT8 per column."""
+    GX_ONLY = "gx-only"
+    """g_x by HQ, nothing else touched: what frozen weights get (no g_w, no saved x)."""
+    EXACT = "exact"
+    """Untouched: whatever Inductor does."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Rows(str, Enum):
+    """Which 16 rows one Hadamard block of HLA takes."""
+
+    BATCH = "batch"
+    """The same token of 16 samples: what HLA drops averages out over shuffled batches."""
+    CONSECUTIVE = "consecutive"
+    """Neighbouring rows, as in the paper."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def _strategies(names: str) -> tuple[Strategy, ...]:
+    return tuple(Strategy(n) for n in names.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class HotConfig:
+    """Everything that steers the planner. Build one with :meth:`from_options`.
+
+    ``options={"recipe": ..., ...}`` of ``torch.compile`` takes these fields as keys, bare or with the
+    prefix ``hot.``; every other key goes to Inductor.
+    """
+
+    recipe: str = "hot"
+    """Name of the base recipe: one of ``RECIPES``."""
+    strategies: tuple[Strategy, ...] = _strategies("int4")
+    """Strategies a layer may be given, preferred first; the first that its facts allow is taken."""
+    gx_bits: int = 4
+    """Bits of both operands of g_x: 4 or 8."""
+    per_channel: bool = True
+    """Scales per row of g_y and per column of W and x (they fold into the epilogue); False: per tensor."""
+    rank: int = 8
+    """Rows kept of every 16 by ``hla8``: 1, 2, 4, 8 or 16."""
+    rows: Rows = Rows.BATCH
+    """Which rows ``hla8`` groups."""
+    include: tuple[str, ...] = ("*",)
+    """Globs on the layer's module path: only these are considered."""
+    exclude: tuple[str, ...] = ()
+    """Globs on the layer's module path: these stay exact."""
+    override: tuple[tuple[str, Strategy], ...] = ()
+    """(glob, strategy) pairs; the last match decides the layer's strategy, cost model or not."""
+    keep_head: bool = True
+    """Leave the classifier head exact, as the paper does."""
+    min_gain: float = 1.05
+    """Rewrite a layer only if its backward is predicted this many times faster; 0 rewrites always."""
+    dump: str | None = None
+    """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> HotConfig:
+        """The recipe named in ``options`` with its other keys laid over it.
+
+        Raises:
+            OptionError: unknown key or a value the field cannot take; the message lists valid ones.
+        """
+        options = {key.removeprefix("hot."): value for key, value in options.items()}
+        unknown = options.keys() - option_names()
+        if unknown:
+            raise OptionError.unknown(unknown, option_names())
+        recipe = options.pop("recipe", "hot")
+        if not isinstance(recipe, str) or recipe not in RECIPES:
+            raise OptionError.value("recipe", recipe, f"one of {sorted(RECIPES)}")
+        fields = {name: _PARSERS[name](name, value) for name, value in options.items()}
+        return dataclasses.replace(RECIPES[recipe], **fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON-ready values."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+    def stable_hash(self) -> str:
+        """Hex digest of every field, the same in every process."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+RECIPES: dict[str, HotConfig] = {
+    # Same memory as the paper's ABC, near lossless (docs/adr/0001): the default.
+    "hot": HotConfig(),
+    # Half-length g_w product where the rows can be grouped across the batch.
+    "fast": HotConfig(recipe="fast", strategies=_strategies("hla8 int4")),
+    # 8-bit everywhere: the closest to exact that is still integer.
+    "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8),
+    # The paper's text, verbatim: per-tensor scales, HLA(8) by LP_L1 on consecutive rows.
+    "paper": HotConfig(
+        recipe="paper",
+        strategies=_strategies("hla8"),
+        per_channel=False,
+        rows=Rows.CONSECUTIVE,
+    ),
+    "exact": HotConfig(recipe="exact", strategies=_strategies("exact")),
+}
+
+
+def option_names() -> frozenset[str]:
+    """Every key of ours that ``options`` may hold (each also with the prefix ``hot.``)."""
+    return frozenset(field.name for field in dataclasses.fields(HotConfig))
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(ours, Inductor's): keys that are ours or carry our prefix, and the rest."""
+    ours, theirs = {}, {}
+    for key, value in (options or {}).items():
+        mine = key.startswith("hot.") or key in option_names()
+        (ours if mine else theirs)[key] = value
+    return ours, theirs
+
+
+def _choice(enum: type[Enum]) -> Any:
+    def parse(name: str, value: object) -> Enum:
+        try:
+            return enum(value)
+        except ValueError:
+            valid = [member.value for member in enum]
+            raise OptionError.value(name, value, f"one of {valid}") from None
+
+    return parse
+
+
+def _one_of(*valid: object) -> Any:
+    def parse(name: str, value: object) -> object:
+        if value not in valid or isinstance(value, bool) != isinstance(valid[0], bool):
+            raise OptionError.value(name, value, f"one of {list(valid)}")
+        return value
+
+    return parse
+
+
+def _globs(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise OptionError.value(name, value, "a glob or a list of globs such as ['head*', '*.qkv']")
+
+
+def _strategy_list(name: str, value: object) -> tuple[Strategy, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not values:
+        valid = [member.value for member in Strategy]
+        raise OptionError.value(name, value, f"a list of strategies out of {valid}")
+    return tuple(_choice(Strategy)(name, v) for v in values)
+
+
+def _overrides(name: str, value: object) -> tuple[tuple[str, Strategy], ...]:
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        raise OptionError.value(name, value, "a dict {glob: strategy}")
+    return tuple((glob, _choice(Strategy)(name, v)) for glob, v in value.items())
+
+
+def _ratio(name: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise OptionError.value(name, value, "a number >= 0 (0: rewrite always; 1.05: the default)")
+
+
+def _path(name: str, value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise OptionError.value(name, value, "a folder's path, or None")
+
+
+_PARSERS: dict[str, Any] = {
+    "strategies": _strategy_list,
+    "gx_bits": _one_of(4, 8),
+    "per_channel": _one_of(True, False),
+    "rank": _one_of(1, 2, 4, 8, 16),
+    "rows": _choice(Rows),
+    "include": _globs,
+    "exclude": _globs,
+    "override": _overrides,
+    "keep_head": _one_of(True, False),
+    "min_gain": _ratio,
+    "dump": _path,
+}

@@ -1,0 +1,68 @@
+"""What a training step keeps in memory between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def held_bytes(output: Any, model: nn.Module, inputs: Any = ()) -> int:
+    """Bytes that autograd holds for the backward of ``output`` on top of what is there anyway.
+
+    Call it between forward and backward, with the loss (or any nest of outputs). Every storage is
+    counted once and whole, as the allocator does: three views of one qkv tensor are one tensor.
+    Parameters, buffers and ``inputs`` are left out; they stay alive with or without a backward.
+    Works the same for eager and compiled models, on CPU and CUDA.
+    """
+    ours = held_tensors(output, model, inputs)
+    return sum(t.untyped_storage().nbytes() for t in ours)
+
+
+def held_tensors(output: Any, model: nn.Module, inputs: Any = ()) -> list[Tensor]:
+    """The tensors that ``held_bytes`` counts, one per storage: their dtypes and shapes tell why."""
+    theirs = [*model.parameters(), *model.buffers(), *_tensors_in(inputs)]
+    seen = {_storage_key(t) for t in theirs}
+    held = []
+    for saved in _saved_tensors(output):
+        if (key := _storage_key(saved)) not in seen:
+            seen.add(key)
+            held.append(saved)
+    return held
+
+
+def _storage_key(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _tensors_in(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+def _saved_tensors(output: Any) -> Iterator[Tensor]:
+    for node in _autograd_nodes(t.grad_fn for t in _tensors_in(output)):
+        yield from _saved_by(node)
+
+
+def _autograd_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    stack, seen = [r for r in roots if r is not None], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+
+def _saved_by(node: Any) -> list[Tensor]:
+    """Tensors saved by one autograd node, whether written in C++ or in Python."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        # AOTAutograd's CompiledFunction is one of these. Tensors that the compiler knows nobody
+        # mutates bypass save_for_backward and lie in a plain list.
+        return [*node.saved_tensors, *_tensors_in(getattr(node, "_tensors_no_vc_check", None))]
+    names = [n for n in dir(node) if n.startswith("_saved_")]  # dir() evaluates nothing
+    return [t for name in names for t in _tensors_in(getattr(node, name))]

@@ -1,0 +1,155 @@
+"""What a strategy costs: FLOPs and bytes in L, O, I (sympy), priced by one table of device rates.
+
+The paper's overhead count (supplementary D, table 5) is the start; here every pass over memory is
+counted too, because on real hardware the transforms are bound by bytes, not by additions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import sympy
+
+from hot_compile.config import Strategy
+
+L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
+"""Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
+VARIABLES = (L, O, I, E, R)
+INT4_BYTES = sympy.Rational(17, 32)
+"""Packed INT4 with a bf16 scale and minimum per 128 rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one device sustains. Only their ratios matter to a decision.
+
+    ``exact``: FLOP/s of a product by dtype name; ``integer``: OP/s of the INT8 product, its int32
+    result's pass included apart; ``transform``: bytes/s of our transform and quantise kernels
+    (bytes read and written); ``launch``: seconds per operator call.
+    """
+
+    exact: dict[str, float]
+    integer: float
+    transform: float
+    launch: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """One side of a comparison, symbolic: floating and integer operations, bytes moved, calls."""
+
+    flops: sympy.Expr = sympy.Integer(0)
+    int_ops: sympy.Expr = sympy.Integer(0)
+    bytes: sympy.Expr = sympy.Integer(0)
+    calls: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.int_ops + other.int_ops,
+            self.bytes + other.bytes,
+            self.calls + other.calls,
+        )
+
+
+def exact_cost(gx: bool, gw: bool) -> Cost:
+    """Both exact products of a layer's backward."""
+    products = int(gx) + int(gw)
+    return Cost(flops=2 * L * O * I * products, calls=products)
+
+
+def _epilogue(rows: sympy.Expr, cols: sympy.Expr) -> sympy.Expr:
+    return rows * cols * (8 + E)  # int32 written and read, result written
+
+
+def gx_cost() -> Cost:
+    """HQ: W transformed and quantised, integer product, epilogue. g_y's pass is counted apart."""
+    weight = O * I * (E + 1)
+    return Cost(int_ops=2 * L * O * I, bytes=weight + _epilogue(L, I), calls=2)
+
+
+def gw_cost(strategy: Strategy) -> Cost:
+    """x's compression in the forward, its expansion, integer product, epilogue."""
+    product = Cost(int_ops=2 * L * O * I, bytes=_epilogue(O, I), calls=1)
+    if strategy is Strategy.HLA8:
+        half = Cost(int_ops=2 * L * O * I * R / 16, bytes=_epilogue(O, I), calls=1)
+        return half + Cost(bytes=L * I * (E + R / 16), calls=1)
+    if strategy is Strategy.INT8:
+        return product + Cost(bytes=L * I * (2 * E + 1), calls=1)
+    packed = Cost(bytes=L * I * (E + INT4_BYTES), calls=1)
+    return product + packed + Cost(bytes=L * I * (INT4_BYTES + 1), calls=1)
+
+
+def grad_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
+    """Quantising g_y: one read for the rows, a second one where columns need their absmax first."""
+    reads = E if gx or strategy is Strategy.HLA8 else 2 * E
+    if gw and strategy is not Strategy.GX_ONLY:
+        reads = 2 * E
+        kept = R / 16 if strategy is Strategy.HLA8 else sympy.Integer(1)
+        return Cost(bytes=L * O * (reads + kept + int(gx)), calls=1)
+    return Cost(bytes=L * O * (reads + 1), calls=1)
+
+
+@cache
+def hot_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
+    """Everything HOT adds and replaces for one layer."""
+    if strategy is Strategy.EXACT:
+        return exact_cost(gx, gw)
+    cost = grad_cost(strategy, gx, gw)
+    if gx:
+        cost += gx_cost()
+    if gw:
+        cost += exact_cost(False, True) if strategy is Strategy.GX_ONLY else gw_cost(strategy)
+    return cost
+
+
+def saved_bytes(strategy: Strategy) -> sympy.Expr:
+    """Bytes of x that this strategy keeps from forward to backward."""
+    return {
+        Strategy.HLA8: L * I * R / 16,
+        Strategy.INT4: L * I * INT4_BYTES,
+        Strategy.INT8: L * I,
+        Strategy.GX_ONLY: sympy.Integer(0),
+        Strategy.EXACT: L * I * E,
+    }[strategy]
+
+
+def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
+    """Predicted time, still symbolic in L, O, I: products at their rate plus passes at theirs."""
+    return (
+        cost.flops / rates.exact[dtype]
+        + cost.int_ops / rates.integer
+        + cost.bytes / rates.transform
+        + cost.calls * rates.launch
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Numbers for the symbols: one layer's L, O, I, element bytes and HLA rank."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    element: int
+    rank: int = 8
+
+
+@cache
+def _number(expression: sympy.Expr) -> object:
+    return sympy.lambdify(VARIABLES, expression, "math")
+
+
+def at(expression: sympy.Expr, shape: Shape) -> float:
+    """The value of ``expression`` for one layer."""
+    function = _number(sympy.sympify(expression))
+    return float(function(shape.rows, shape.outputs, shape.inputs, shape.element, shape.rank))  # type: ignore[operator]
+
+
+def predicted_gain(
+    strategy: Strategy, gx: bool, gw: bool, rates: Rates, dtype: str, shape: Shape
+) -> float:
+    """How many times faster than exact the layer's backward is predicted to be."""
+    ours = at(seconds(hot_cost(strategy, gx, gw), rates, dtype), shape)
+    return at(seconds(exact_cost(gx, gw), rates, dtype), shape) / ours if ours else 1.0

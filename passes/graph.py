@@ -1,0 +1,76 @@
+"""Small questions about a joint graph that several stages ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.alias.default,
+    *TRANSPOSES,
+}
+CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs of the graph, in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """A placeholder that holds the gradient of a user-visible output."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def closure(seeds: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on any of ``seeds``, themselves included."""
+    reached: set[fx.Node] = set()
+    stack = list(seeds)
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack.extend(node.users)
+    return reached
+
+
+def untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
+    """(base, transposed): ``node`` with 2-D transposes stripped, and whether their number is odd."""
+    transposed = False
+    while node.target in TRANSPOSES and node.meta["val"].dim() == 2:
+        swaps = node.target is not aten.permute.default or list(node.args[1]) == [1, 0]
+        transposed ^= swaps
+        node = node.args[0]  # type: ignore[assignment]
+    return node, transposed
+
+
+def strip(node: fx.Node, kinds: set[object]) -> fx.Node:
+    """``node`` followed back through the first operand of nodes whose target is in ``kinds``."""
+    while node.target in kinds:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def reaches(node: fx.Node, through: set[object], goal: Callable[[fx.Node], bool]) -> bool:
+    """Some user of ``node``, followed only through ``through``, satisfies ``goal``."""
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if goal(user):
+            return True
+        if user.target in through:
+            stack.extend(user.users)
+    return False

@@ -1,0 +1,291 @@
+"""Joint graph -> Sites: finds the backward of every Linear. Read-only; what it cannot pair it refuses.
+
+A forward product and its two backward products are shortlisted by autograd's ``seq_nr`` and confirmed
+by identity: g_w = g_y^T x reads the very node x that the forward read, g_x = g_y W the same W.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import CASTS, VIEWS, aten, closure, is_tangent, placeholders, reaches, strip, untranspose
+from .site import Site, SiteNodes
+
+_PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+_BATCHED = {aten.bmm.default, aten.baddbmm.default}
+_CONVOLUTION_BACKWARD = aten.convolution_backward.default
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphInputs:
+    """What the backend knows of the graph's placeholders before tracing.
+
+    ``parameters``: for each position of Dynamo's graph, the parameter's or buffer's dotted name, or
+    None for a user input. Empty when unknown; weights are then recognised by shape and position.
+    """
+
+    parameters: tuple[str | None, ...] = ()
+
+
+def match(graph: fx.Graph, inputs: GraphInputs = GraphInputs()) -> list[Site]:
+    """Every matrix product of the backward as a Site, in forward order, refused ones last.
+
+    A graph without tangents (inference, no_grad) has none.
+    """
+    tangents = [node for node in graph.nodes if is_tangent(node)]
+    if not tangents:
+        return []
+    context = _Context(graph, tangents, inputs)
+    sites = [site for node in context.forward_products for site in context.pair(node)]
+    sites += context.leftovers()
+    return _mark_heads(_unique_names(sites))
+
+
+class _Context:
+    """The facts of one graph, gathered once."""
+
+    def __init__(self, graph: fx.Graph, tangents: list[fx.Node], inputs: GraphInputs) -> None:
+        self.backward = closure(tangents)
+        self.names = _placeholder_names(graph, inputs)
+        users = [n for n in placeholders(graph) if _is_user_tensor(n) and n not in self.names]
+        self.activations = closure(users) if inputs.parameters else set()
+        self.known_inputs = bool(inputs.parameters)
+        self.batch_sizes = [n.meta["val"].shape[0] for n in users if _rank(n) >= 1]
+        products = [node for node in graph.nodes if node.target in _PRODUCTS]
+        self.forward_products = [n for n in products if n not in self.backward]
+        self.pending = dict.fromkeys(n for n in products if n in self.backward)
+        self.others = [
+            n
+            for n in graph.nodes
+            if n in self.backward and (n.target in _BATCHED or n.target is _CONVOLUTION_BACKWARD)
+        ]
+
+    def pair(self, forward: fx.Node) -> Iterator[Site]:
+        """The Site of one forward product, if the backward differentiates it."""
+        left, right = (forward.args[i] for i in _PRODUCTS[forward.target])
+        found = self._find(forward, left, right)
+        if found is None:
+            return
+        for node in (found.grad_input, found.grad_weight):
+            if node is not None:
+                self.pending.pop(node, None)
+        yield self._site(forward, found, self._refusal(forward, found))
+
+    def _find(self, forward: fx.Node, x: fx.Node, right: fx.Node) -> SiteNodes | None:
+        (x_base, x_flip), (w_base, w_flip) = untranspose(x), untranspose(right)
+        grad_input = grad_weight = grad_output = None
+        is_io = False
+        for node in self._candidates(forward):
+            p, q = (node.args[i] for i in _PRODUCTS[node.target])
+            (p_base, p_flip), (q_base, q_flip) = untranspose(p), untranspose(q)
+            if (q_base, q_flip) == (w_base, not w_flip) and _shape(node) == _shape(x):
+                grad_input, grad_output = grad_input or node, p
+            elif (q_base, q_flip) == (x_base, x_flip) and _is_transposed(p, grad_output):
+                grad_weight, is_io = grad_weight or node, False
+                grad_output = grad_output or _transposed_operand(p)
+            elif (p_base, p_flip) == (x_base, not x_flip) and (grad_output in (None, q)):
+                grad_weight, is_io = grad_weight or node, True
+                grad_output = q
+        if grad_output is None or not isinstance(grad_output, fx.Node):
+            return None
+        return SiteNodes(
+            x=x,
+            weight=w_base,
+            weight_is_io=not w_flip,
+            grad_output=grad_output,
+            grad_input=grad_input,
+            grad_weight=grad_weight,
+            grad_weight_is_io=is_io,
+            forward=forward,
+        )
+
+    def _candidates(self, forward: fx.Node) -> list[fx.Node]:
+        """Unpaired backward products that autograd numbered like the forward, g_x's form first."""
+        number = forward.meta.get("seq_nr")
+        same = [n for n in self.pending if number is None or n.meta.get("seq_nr") == number]
+        return [n for n in same if n.target is aten.mm.default]
+
+    def _refusal(self, forward: fx.Node, nodes: SiteNodes) -> str | None:
+        dtype = nodes.grad_output.meta["val"].dtype
+        if dtype not in _FLOATS:
+            return f"products of {dtype} are not quantised"
+        if forward.target is aten.addmm.default and (
+            forward.kwargs.get("beta", 1) != 1 or forward.kwargs.get("alpha", 1) != 1
+        ):
+            return "addmm with alpha or beta other than 1"
+        if self.known_inputs and nodes.weight in self.activations:
+            x_is_weight = strip(untranspose(nodes.x)[0], VIEWS | CASTS) in self.names
+            if x_is_weight:
+                return "the weight is the left operand (W @ x)"
+            return "both operands are activations (attention-like product): left alone, as in the paper"
+        if not self.known_inputs and not _looks_like_weight(nodes.weight):
+            return "no operand is known to be a weight"
+        return None
+
+    def _site(self, forward: fx.Node, nodes: SiteNodes, refusal: str | None) -> Site:
+        rows, width = nodes.x.meta["val"].shape
+        lead = _lead(nodes.x)
+        return Site(
+            name=_module_path(forward) or self._weight_name(nodes.weight) or forward.name,
+            rows=rows,
+            outputs=forward.meta["val"].shape[1],
+            inputs=width,
+            dtype=nodes.grad_output.meta["val"].dtype,
+            device=nodes.grad_output.meta["val"].device,
+            lead=lead,
+            batched=any(lead[0] is size or _same(lead[0], size) for size in self.batch_sizes),
+            head=_is_head(forward),
+            refusal=refusal,
+            nodes=None if refusal else nodes,
+        )
+
+    def _weight_name(self, weight: fx.Node) -> str | None:
+        name = self.names.get(strip(weight, VIEWS | CASTS))
+        return name.removesuffix(".weight") if name else None
+
+    def leftovers(self) -> list[Site]:
+        """Backward products no forward product claimed, each with the reason it is left alone."""
+        unpaired = (
+            "no forward product of this shape (a product with one row or column is decomposed "
+            "into pointwise operations)"
+        )
+        sites = [_refused(node, unpaired) for node in self.pending]
+        for node in self.others:
+            reason = "batched product (attention): left alone, as in the paper"
+            if node.target is _CONVOLUTION_BACKWARD:
+                reason = "convolution: not rewritten by this version"
+            sites.append(_refused(node, reason))
+        return sites
+
+
+def _refused(node: fx.Node, reason: str) -> Site:
+    """A Site for a product we cannot describe further: its operands' shapes are all that is known."""
+    tensors = [a for a in node.args if isinstance(a, fx.Node) and _rank(a) >= 2]
+    first, second = (a.meta["val"] for a in tensors[:2])
+    return Site(
+        name=_module_path(node) or node.name,
+        rows=first.shape[0] if first.dim() == 2 else first.numel() // first.shape[1],
+        outputs=first.shape[1],
+        inputs=second.shape[1],
+        dtype=first.dtype,
+        device=first.device,
+        lead=tuple(first.shape[:1]),
+        batched=False,
+        head=False,
+        refusal=reason,
+    )
+
+
+def _is_user_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) and not is_tangent(node)
+
+
+def _rank(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal sizes, without adding a guard when either is symbolic."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return str(a) == str(b)
+
+
+def _transposed_operand(node: fx.Node) -> fx.Node | None:
+    """g_y of ``permute(g_y)``."""
+    return node.args[0] if untranspose(node)[1] else None  # type: ignore[return-value]
+
+
+def _is_transposed(node: fx.Node, of: fx.Node | None) -> bool:
+    """``node`` is the transpose of ``of`` (of anything, when ``of`` is None)."""
+    base, flip = untranspose(node)
+    return flip if of is None else (base, not flip) == untranspose(of)
+
+
+def _placeholder_names(graph: fx.Graph, inputs: GraphInputs) -> dict[fx.Node, str]:
+    """Placeholder -> parameter name, through AOTAutograd's input descriptors."""
+    names = {}
+    for position, node in enumerate(placeholders(graph)):
+        index = getattr(node.meta.get("desc"), "idx", position)
+        if not is_tangent(node) and index < len(inputs.parameters) and inputs.parameters[index]:
+            names[node] = inputs.parameters[index]
+    return names  # type: ignore[return-value]
+
+
+def _looks_like_weight(node: fx.Node) -> bool:
+    base = strip(node, VIEWS | CASTS)
+    return base.op == "placeholder" and _rank(base) == 2
+
+
+def _lead(x: fx.Node) -> tuple[Any, ...]:
+    """Leading dimensions of the layer's input, seen through the view that flattens it."""
+    source = x
+    while source.target in _RESHAPES or source.target in CASTS or source.target in _COPIES:
+        before: fx.Node = source.args[0]  # type: ignore[assignment]
+        if not _same(_shape(before)[-1], _shape(x)[-1]):
+            break
+        source = before
+    return _shape(source)[:-1]
+
+
+_COPIES = {aten.clone.default}
+
+
+def _is_head(forward: fx.Node) -> bool:
+    """The layer's output leaves the graph, or enters the loss, through nothing but views and casts."""
+    return reaches(
+        forward, VIEWS | CASTS, lambda user: user.op == "output" or user.target in _LOSS
+    )
+
+
+def _mark_heads(sites: list[Site]) -> list[Site]:
+    """A head is the last of several layers; a graph of one layer has none."""
+    matched = [site for site in sites if site.nodes is not None]
+    last = matched[-1].name if len(matched) > 1 else None
+    return [dataclasses.replace(s, head=s.head and s.name == last) for s in sites]
+
+
+def _module_path(node: fx.Node) -> str | None:
+    """Dotted path of the module that called this product, e.g. ``blocks.0.attn.qkv``."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    entry = list(stack.values())[-1]
+    return clean_path(entry[0] if isinstance(entry, tuple) else str(entry)) or None
+
+
+def clean_path(source: str) -> str:
+    """Dynamo's source of a module or parameter as a plain dotted name.
+
+    ``L['self']._modules['blocks']._modules['0'].qkv`` becomes ``blocks.0.qkv``.
+    """
+    path = re.sub(r"^L\[['\"](?:self|fn|mod|model)['\"]\]\.?", "", source)
+    path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return re.sub(r"\.+", ".", path).strip(".")
+
+
+def _unique_names(sites: list[Site]) -> list[Site]:
+    """The second call of a shared module becomes ``name#2``."""
+    seen: Counter[str] = Counter()
+    named = []
+    for site in sites:
+        seen[site.name] += 1
+        count = seen[site.name]
+        named.append(dataclasses.replace(site, name=f"{site.name}#{count}") if count > 1 else site)
+    return named
