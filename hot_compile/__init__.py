@@ -1,3 +1,31 @@
-"""``torch.compile(model, backend="hot")``: HOT's integer backward pass as a compiler backend."""
+"""``torch.compile(model, backend="hot")``: HOT's integer backward pass as a compiler backend.
+
+Nothing of this needs importing to use the backend; these names are for looking inside it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import HotConfig, Strategy
+    from .inspect import Explanation, explain
 
 __version__ = "0.1.0"
+__all__ = ["Explanation", "HotConfig", "Strategy", "explain"]
+
+_HOMES = {
+    "explain": "inspect",
+    "Explanation": "inspect",
+    "HotConfig": "config",
+    "Strategy": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names on first use, so that ``import hot_compile`` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hot_compile' has no attribute {name!r}; it has {__all__}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

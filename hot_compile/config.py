@@ -58,8 +58,9 @@ class HotConfig:
     """Name of the base recipe: one of ``RECIPES``."""
     strategies: tuple[Strategy, ...] = _strategies("int4")
     """Strategies a layer may be given, preferred first; the first that its facts allow is taken."""
-    gx_bits: int = 4
-    """Bits of both operands of g_x: 4 or 8."""
+    gx_bits: int | None = None
+    """Bits of both operands of g_x, 4 or 8; None: 4 where the device multiplies INT4 faster than
+    INT8, else 8, which then costs nothing (docs/adr/0001)."""
     per_channel: bool = True
     """Scales per row of g_y and per column of W and x (they fold into the epilogue); False: per tensor."""
     rank: int = 8
@@ -117,6 +118,7 @@ RECIPES: dict[str, HotConfig] = {
     "paper": HotConfig(
         recipe="paper",
         strategies=_strategies("hla8"),
+        gx_bits=4,
         per_channel=False,
         rows=Rows.CONSECUTIVE,
     ),
@@ -194,7 +196,7 @@ def _path(name: str, value: object) -> str | None:
 
 _PARSERS: dict[str, Any] = {
     "strategies": _strategy_list,
-    "gx_bits": _one_of(4, 8),
+    "gx_bits": _one_of(4, 8, None),
     "per_channel": _one_of(True, False),
     "rank": _one_of(1, 2, 4, 8, 16),
     "rows": _choice(Rows),

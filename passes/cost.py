@@ -24,13 +24,14 @@ INT4_BYTES = sympy.Rational(17, 32)
 class Rates:
     """What one device sustains. Only their ratios matter to a decision.
 
-    ``exact``: FLOP/s of a product by dtype name; ``integer``: OP/s of the INT8 product, its int32
-    result's pass included apart; ``transform``: bytes/s of our transform and quantise kernels
+    ``exact``: FLOP/s of a product by dtype name; ``integer``, ``int4``: OP/s of the INT8 and INT4
+    products (equal where INT4 is carried as INT8); ``transform``: bytes/s of our transform and quantise kernels
     (bytes read and written); ``launch``: seconds per operator call.
     """
 
     exact: dict[str, float]
     integer: float
+    int4: float
     transform: float
     launch: float
 

@@ -1,17 +1,25 @@
-"""The one table of device rates that prices strategies, and what this machine's device is in it."""
+"""What each device sustains: the one table that prices strategies."""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
+
+from hot_compile.runtime.providers import status
 
 from .cost import Rates
 
+log = logging.getLogger("hot_compile")
+
 RATES: dict[str, Rates] = {
-    # Two cores of an AVX-512 VNNI server; ratios carry over to more cores. Measured by
+    # Two cores of an AVX-512 VNNI server; the ratios carry over to more cores. Measured by
     # benchmarks/layers.py, see docs/benchmarks.md.
     "cpu-vnni": Rates(
         exact={"float32": 180e9, "bfloat16": 880e9, "float16": 880e9},
         integer=1700e9,
+        int4=1700e9,
         transform=6e9,
         launch=8e-6,
     ),
@@ -19,14 +27,22 @@ RATES: dict[str, Rates] = {
     "cpu": Rates(
         exact={"float32": 100e9, "bfloat16": 100e9, "float16": 100e9},
         integer=100e9,
+        int4=100e9,
         transform=3e9,
         launch=8e-6,
     ),
 }
 
 
-def device_key(device: torch.device, vnni: bool) -> str:
-    """Row of ``RATES`` for this device."""
-    if device.type == "cpu":
-        return "cpu-vnni" if vnni else "cpu"
-    return "cuda"
+def pricing(device: torch.device) -> Rates | str:
+    """Rates of ``device``, or the reason why no layer can be rewritten for it."""
+    return _pricing(device.type)
+
+
+@cache
+def _pricing(device_type: str) -> Rates | str:
+    provider = status(device_type)
+    if not provider.available:
+        log.warning("hot: %s; every layer on %s stays exact", provider.reason, device_type)
+        return f"no runtime for {device_type}: {provider.reason}"
+    return RATES[provider.rates]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -74,3 +75,23 @@ def reaches(node: fx.Node, through: set[object], goal: Callable[[fx.Node], bool]
         if user.target in through:
             stack.extend(user.users)
     return False
+
+
+def module_path(node: fx.Node) -> str | None:
+    """Dotted path of the module that called this product, e.g. ``blocks.0.attn.qkv``."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    entry = list(stack.values())[-1]
+    return clean_path(entry[0] if isinstance(entry, tuple) else str(entry)) or None
+
+
+def clean_path(source: str) -> str:
+    """Dynamo's source of a module or parameter as a plain dotted name.
+
+    ``L['self']._modules['blocks']._modules['0'].qkv`` becomes ``blocks.0.qkv``.
+    """
+    path = re.sub(r"^L\[['\"](?:self|fn|mod|model)['\"]\]\.?", "", source)
+    path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return re.sub(r"\.+", ".", path).strip(".")

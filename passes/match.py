@@ -7,7 +7,6 @@ by identity: g_w = g_y^T x reads the very node x that the forward read, g_x = g_
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import CASTS, VIEWS, aten, closure, is_tangent, placeholders, reaches, strip, untranspose
+from .graph import (
+    CASTS,
+    VIEWS,
+    aten,
+    closure,
+    is_tangent,
+    module_path,
+    placeholders,
+    reaches,
+    strip,
+    untranspose,
+)
 from .site import Site, SiteNodes
 
 _PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
@@ -23,7 +33,13 @@ _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _CONVOLUTION_BACKWARD = aten.convolution_backward.default
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
-_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_FLATTENING = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    *CASTS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +152,7 @@ class _Context:
         rows, width = nodes.x.meta["val"].shape
         lead = _lead(nodes.x)
         return Site(
-            name=_module_path(forward) or self._weight_name(nodes.weight) or forward.name,
+            name=module_path(forward) or self._weight_name(nodes.weight) or forward.name,
             rows=rows,
             outputs=forward.meta["val"].shape[1],
             inputs=width,
@@ -173,7 +189,7 @@ def _refused(node: fx.Node, reason: str) -> Site:
     tensors = [a for a in node.args if isinstance(a, fx.Node) and _rank(a) >= 2]
     first, second = (a.meta["val"] for a in tensors[:2])
     return Site(
-        name=_module_path(node) or node.name,
+        name=module_path(node) or node.name,
         rows=first.shape[0] if first.dim() == 2 else first.numel() // first.shape[1],
         outputs=first.shape[1],
         inputs=second.shape[1],
@@ -235,15 +251,12 @@ def _looks_like_weight(node: fx.Node) -> bool:
 def _lead(x: fx.Node) -> tuple[Any, ...]:
     """Leading dimensions of the layer's input, seen through the view that flattens it."""
     source = x
-    while source.target in _RESHAPES or source.target in CASTS or source.target in _COPIES:
+    while source.target in _FLATTENING:
         before: fx.Node = source.args[0]  # type: ignore[assignment]
         if not _same(_shape(before)[-1], _shape(x)[-1]):
             break
         source = before
     return _shape(source)[:-1]
-
-
-_COPIES = {aten.clone.default}
 
 
 def _is_head(forward: fx.Node) -> bool:
@@ -258,26 +271,6 @@ def _mark_heads(sites: list[Site]) -> list[Site]:
     matched = [site for site in sites if site.nodes is not None]
     last = matched[-1].name if len(matched) > 1 else None
     return [dataclasses.replace(s, head=s.head and s.name == last) for s in sites]
-
-
-def _module_path(node: fx.Node) -> str | None:
-    """Dotted path of the module that called this product, e.g. ``blocks.0.attn.qkv``."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return None
-    entry = list(stack.values())[-1]
-    return clean_path(entry[0] if isinstance(entry, tuple) else str(entry)) or None
-
-
-def clean_path(source: str) -> str:
-    """Dynamo's source of a module or parameter as a plain dotted name.
-
-    ``L['self']._modules['blocks']._modules['0'].qkv`` becomes ``blocks.0.qkv``.
-    """
-    path = re.sub(r"^L\[['\"](?:self|fn|mod|model)['\"]\]\.?", "", source)
-    path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return re.sub(r"\.+", ".", path).strip(".")
 
 
 def _unique_names(sites: list[Site]) -> list[Site]:

@@ -1,0 +1,132 @@
+"""``torch.compile(model, backend="hot")``: wires the stages into Inductor's hooks; no logic of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+from .config import HotConfig, split_options
+from .errors import PassDisabledError
+from .inspect import GraphReport, Recorder
+from .passes.devices import pricing
+from .passes.graph import clean_path
+from .passes.match import GraphInputs
+from .passes.pipeline import Context, JointPass, Partitioner, sources_hash
+from .runtime.providers import runtime_version
+
+log = logging.getLogger("hot_compile")
+
+_DISABLING = "use_joint_graph_passes"
+
+
+def hot(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_report: Callable[[GraphReport], None] | None = None,
+    inner_compile: Callable[..., Any] = compile_fx_inner,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs: HOT for the backward of its layers, Inductor for all the rest.
+
+    Users do not call this; ``torch.compile(model, backend="hot", options={...})`` does.
+
+    Args:
+        gm: Dynamo's graph. example_inputs: its inputs.
+        mode: as for the default backend ("reduce-overhead", "max-autotune", ...).
+        options: ours (see ``HotConfig``) and Inductor's, mixed.
+        on_report: called with each training graph's report (used by ``explain``).
+        inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
+
+    Raises:
+        OptionError: an option is unknown or has a bad value.
+        PassDisabledError: the mode or options would switch joint graph passes off.
+    """
+    ours, theirs = split_options(options)
+    config = HotConfig.from_options(ours)
+    patches = _inductor_patches(mode, theirs)
+    dump = config.dump or os.environ.get("HOT_DUMP")  # the one environment variable, for debugging
+    if dump or on_report:
+        patches["force_disable_caches"] = True  # on a cache hit no pass runs: nothing to report
+    inputs = _graph_inputs(gm)
+    context = Context(
+        config=config,
+        inputs=inputs,
+        pricing=pricing,
+        recorder=Recorder(dump, on_report),
+        identity=_identity(gm, config, inputs, example_inputs),
+    )
+    joint = JointPass(context, _existing_passes(patches))
+    patches["joint_custom_pre_pass"] = joint
+    inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+    patches["custom_partitioner_fn"] = Partitioner(context, joint, inner)
+    return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+
+
+hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
+
+
+def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's config patches for this mode and these options, validated by Inductor itself."""
+    wrapper = torch._TorchCompileInductorWrapper(mode or "default", options or None, None)
+    patches = dict(wrapper.config)
+    if not patches.get(_DISABLING, getattr(inductor_config, _DISABLING)):
+        raise PassDisabledError(
+            f"got mode={mode!r}, options={sorted(options)}: these set {_DISABLING}=False, which "
+            "switches HOT off in silence. Remove that option, or use backend='inductor'."
+        )
+    return patches
+
+
+def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
+    """The joint pass(es) a user or library already put into Inductor's hook."""
+    current = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+    if current is None:
+        return ()
+    return tuple(current) if isinstance(current, (list, tuple)) else (current,)
+
+
+def _graph_inputs(gm: fx.GraphModule) -> GraphInputs:
+    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record."""
+    names: list[str | None] = []
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        names.append(_parameter_name(source, node.meta.get("example_value")))
+    return GraphInputs(tuple(names) if any(names) else ())
+
+
+def _parameter_name(source: Any, value: Any) -> str | None:
+    if source is None:
+        return None
+    text = source.name if isinstance(source.name, str) else source.name()
+    held = "_parameters[" in text or "_buffers[" in text
+    if held or isinstance(value, torch.nn.Parameter):
+        return clean_path(text)
+    return None
+
+
+def _identity(
+    gm: fx.GraphModule, config: HotConfig, inputs: GraphInputs, example_inputs: Sequence[Any]
+) -> str:
+    """Digest of all that changes the compiled code besides the graph itself.
+
+    Module paths count because include, exclude and override match on them.
+    """
+    paths = sorted({str(node.meta.get("nn_module_stack", "")) for node in gm.graph.nodes})
+    devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)})
+    prices = [repr(pricing(torch.device(device))) for device in devices]
+    parts = (sources_hash(), runtime_version(), config.stable_hash(), inputs, paths, prices)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

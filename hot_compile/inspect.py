@@ -1,0 +1,187 @@
+"""What the backend did to each graph: records, dumps, and the table ``explain`` prints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import fx
+
+from .config import Strategy
+from .passes.crossing import Crossing
+from .passes.plan import Decision, Plan
+
+
+@dataclasses.dataclass
+class GraphReport:
+    """One compiled training graph: its plan as carried out, and what crosses to the backward."""
+
+    plan: Plan
+    crossing: tuple[Crossing, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "plan": self.plan.to_json(),
+            "crossing": [dataclasses.asdict(c) for c in self.crossing],
+            "held_bytes": sum(c.bytes for c in self.crossing),
+        }
+
+
+class Recorder:
+    """Collects the reports of one backend call and, with a folder, writes every stage's graph there."""
+
+    def __init__(self, folder: str | None = None, on_report: Callable | None = None) -> None:
+        self._folder = _next_graph_folder(folder) if folder else None
+        self._count = itertools.count()
+        self._on_report = on_report
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Write the graph as it is after (or before) ``stage``."""
+        if self._folder is None:
+            return
+        owner = graph if isinstance(graph, fx.GraphModule) else fx.GraphModule({}, graph)
+        text = owner.print_readable(print_output=False)
+        (self._folder / f"{next(self._count):02d}.{stage}.py").write_text(text)
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Hand over a finished graph's report; with a folder, write plan.json and crossing.json."""
+        report = GraphReport(plan or Plan("exact", ()), crossing)
+        if self._on_report is not None:
+            self._on_report(report)
+        if self._folder is None:
+            return
+        data = report.to_json()
+        for name in ("plan", "crossing"):
+            text = json.dumps(data[name], indent=1, default=str)
+            (self._folder / f"{name}.json").write_text(text + "\n")
+
+
+def _next_graph_folder(folder: str) -> Path:
+    """``folder/graph_NNN``, the first number not taken (other processes may be dumping too)."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        path = root / f"graph_{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What ``backend="hot"`` does to a model; prints itself as a table."""
+
+    graphs: tuple[GraphReport, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """All layers of all graphs, in order."""
+        recipe = self.graphs[0].plan.recipe if self.graphs else "hot"
+        return Plan(recipe, tuple(d for graph in self.graphs for d in graph.plan))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept from forward to backward, parameters and inputs aside."""
+        return sum(c.bytes for graph in self.graphs for c in graph.crossing)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form of every graph."""
+        return {"graphs": [graph.to_json() for graph in self.graphs]}
+
+    def table(self) -> Table:
+        """Layer, shape, strategy or refusal and why, saved bytes, predicted gain."""
+        title = f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
+        table = Table(title=f"{title} products rewritten", box=box.SIMPLE, title_justify="left")
+        for column in ("layer", "L x O x I", "strategy", "gain", "saved before", "after", "why"):
+            numeric = column in ("gain", "saved before", "after")
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        for d in self.plan:
+            table.add_row(*_row(d))
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140, record=False)
+        with console.capture() as capture:
+            console.print(self.table())
+            console.print(f"held between forward and backward: {_megabytes(self.held_bytes)}")
+        return capture.get()
+
+
+def _row(d: Decision) -> tuple[str, ...]:
+    exact = d.strategy is Strategy.EXACT
+    bits = "" if exact or not d.gx else f" (g_x INT{d.gx_bits})"
+    return (
+        d.site,
+        " x ".join(d.shape),
+        f"{d.strategy}{bits}",
+        "" if exact else f"{d.predicted_gain:.2f}x",
+        _megabytes(d.bytes_before),
+        "" if exact else _megabytes(d.bytes_after),
+        d.reason,
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def explain(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> Explanation:
+    """What ``torch.compile(model, backend="hot", options=options)`` does to each layer, and why.
+
+    Traces one training forward of ``model`` on ``inputs`` through every stage and prints the table.
+    The graphs run uncompiled, so this takes seconds; buffers and the RNG are put back as they were.
+
+    Args:
+        model: an ``nn.Module`` (or function) in training mode.
+        inputs: what a training step passes to it; shapes and dtypes matter, values hardly.
+        options: as for ``torch.compile``.
+
+    Returns:
+        An :class:`Explanation`; ``.plan``, ``.held_bytes`` and ``.to_json()`` are for programs.
+    """
+    from .backend import hot  # the backend imports this module
+
+    reports: list[GraphReport] = []
+    backend = functools.partial(
+        hot, options=options, on_report=reports.append, inner_compile=_run_uncompiled
+    )
+    with _unchanged(model), torch.enable_grad():
+        torch.compile(model, backend=backend)(*inputs)
+    explanation = Explanation(tuple(reports))
+    print(explanation)
+    return explanation
+
+
+def _run_uncompiled(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+    return make_boxed_func(gm.forward)
+
+
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Put buffers and random state back, and forget the compilations made inside."""
+    buffers = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    torch._dynamo.reset()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])

@@ -1,0 +1,121 @@
+"""The stages as Inductor hooks: one joint-graph pass (match, plan, rewrite) and one partitioner."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+from hot_compile.config import HotConfig
+
+from .crossing import Crossing, crossing
+from .match import GraphInputs, match
+from .plan import Plan, Pricing, plan
+from .rewrite import rewrite
+
+log = logging.getLogger("hot_compile")
+
+
+class Recorder(Protocol):
+    """Where stages leave what they did."""
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Keep a stage's graph."""
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Keep the outcome of a whole training graph."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the stages know besides the graph. One per backend call, so calls may nest or overlap."""
+
+    config: HotConfig
+    inputs: GraphInputs
+    pricing: Pricing
+    recorder: Recorder
+    identity: str
+    """Digest of everything outside the graph that changes the code: part of Inductor's cache key."""
+
+
+@cache
+def sources_hash() -> str:
+    """Digest of this package's own source, so that an upgrade never hits an old cache entry."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class JointPass(CustomGraphPass):
+    """match -> plan -> rewrite on the joint graph, after whatever pass the user had there."""
+
+    def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
+        self._context = context
+        self._before = tuple(before)
+        self.plan: Plan | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for step in self._before:
+            step(graph)
+        self.plan = None
+        context = self._context
+        context.recorder.graph("joint.before", graph)
+        try:
+            sites = match(graph, context.inputs)
+            if not sites:
+                return
+            chosen = plan(sites, context.config, context.pricing)
+        except Exception:
+            log.warning(
+                "hot: the joint graph could not be read; this graph stays exact", exc_info=True
+            )
+            return
+        self.plan = rewrite(graph, sites, chosen)
+        context.recorder.graph("joint.after", graph)
+
+    def uuid(self) -> Any:
+        """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
+        return _uuid(self._context.identity, self._before)
+
+
+class Partitioner(CustomPartitionerFn):
+    """min-cut (or the user's own partitioner), then the list of what crosses."""
+
+    def __init__(
+        self, context: Context, joint: JointPass, inner: CustomPartitionerFn | None = None
+    ) -> None:
+        self._context = context
+        self._joint = joint
+        self._inner = inner
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition: Callable = self._inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        recorder = self._context.recorder
+        recorder.graph("forward", forward)
+        recorder.graph("backward", backward)
+        recorder.finished(self._joint.plan, crossing(forward, kwargs["num_fwd_outputs"]))
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Key for Inductor's caches."""
+        return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
+
+
+def _uuid(identity: str, others: Sequence[Any]) -> Any:
+    theirs = [other.uuid() if hasattr(other, "uuid") else None for other in others]
+    if any(uuid is None for uuid in theirs):
+        return None
+    return hashlib.sha256(repr((identity, theirs, torch.__version__)).encode()).hexdigest()

@@ -1,0 +1,244 @@
+"""(Sites, config, device) -> Plan: a pure function. All choosing happens here; rewriting never chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from hot_compile.config import HotConfig, Rows, Strategy
+from hot_compile.errors import PlanFormatError
+
+from .cost import Rates, Shape, at, predicted_gain, saved_bytes
+from .site import Site, hint
+
+PLAN_VERSION = 1
+_MIN_SAMPLES = 16
+_LOW_RANK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What happens to one Site, and why."""
+
+    site: str
+    shape: tuple[str, str, str]
+    """L, O, I as text; symbolic sizes keep their symbol."""
+    dtype: str
+    strategy: Strategy
+    reason: str
+    gx: bool
+    """The graph computes g_x."""
+    gw: bool
+    """The graph computes g_w."""
+    gx_bits: int
+    per_channel: bool
+    rank: int
+    """HLA rank for g_w; 0: rows are not transformed."""
+    tokens: int
+    """Rows of one sample (batch grouping); 1: consecutive rows."""
+    predicted_gain: float
+    """Times faster than exact the layer's backward is predicted to be."""
+    bytes_before: int
+    """x as exact Inductor would save it."""
+    bytes_after: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Every Site's decision. Frozen, hashable, printable, JSON both ways."""
+
+    recipe: str
+    decisions: tuple[Decision, ...]
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self.decisions)
+
+    def __getitem__(self, site: str) -> Decision:
+        for decision in self.decisions:
+            if decision.site == site:
+                return decision
+        raise KeyError(f"got layer {site!r}; the plan has {[d.site for d in self.decisions]}")
+
+    @property
+    def rewritten(self) -> tuple[Decision, ...]:
+        """The decisions that change the graph."""
+        return tuple(d for d in self.decisions if d.strategy is not Strategy.EXACT)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_json` is its inverse."""
+        decisions = [
+            {**dataclasses.asdict(d), "shape": list(d.shape), "strategy": d.strategy.value}
+            for d in self.decisions
+        ]
+        return {"version": PLAN_VERSION, "recipe": self.recipe, "decisions": decisions}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            PlanFormatError: another version, or fields missing or unknown.
+        """
+        if data.get("version") != PLAN_VERSION:
+            raise PlanFormatError(
+                f"got a plan of version {data.get('version')!r}; this hot-compile reads version "
+                f"{PLAN_VERSION}. Make it again with hot_compile.explain(...)."
+            )
+        try:
+            decisions = tuple(
+                Decision(
+                    **{**d, "shape": tuple(d["shape"]), "strategy": Strategy(d["strategy"])}
+                )
+                for d in data["decisions"]
+            )
+            return cls(recipe=data["recipe"], decisions=decisions)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFormatError(
+                f"got a plan whose entries do not fit ({error}); expected what Plan.to_json() wrote."
+            ) from error
+
+    def stable_hash(self) -> str:
+        """Hex digest, the same in every process."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+Pricing = Callable[[torch.device], "Rates | str"]
+"""Rates of a device, or the reason why nothing can run there."""
+
+
+def plan(sites: Sequence[Site], config: HotConfig, pricing: Pricing) -> Plan:
+    """Choose a strategy for every Site.
+
+    Args:
+        sites: what ``match`` found.
+        config: the user's recipe and options.
+        pricing: gives a device's rates, or says why the runtime is missing there.
+    """
+    return Plan(config.recipe, tuple(_decide(site, config, pricing) for site in sites))
+
+
+def _decide(site: Site, config: HotConfig, pricing: Pricing) -> Decision:
+    if site.refusal:
+        return _decision(site, config, Strategy.EXACT, site.refusal)
+    rates = pricing(site.device)
+    if isinstance(rates, str):
+        return _decision(site, config, Strategy.EXACT, rates)
+    forced = _override(site.name, config)
+    if forced is not None:
+        strategy, reason = _feasible(site, config, (forced,))
+        return _decision(site, config, strategy, reason or "chosen by override", rates)
+    if excluded := _excluded(site, config):
+        return _decision(site, config, Strategy.EXACT, excluded, rates)
+    strategy, reason = _feasible(site, config, config.strategies)
+    if strategy is Strategy.EXACT:
+        return _decision(site, config, strategy, reason or "recipe 'exact'", rates)
+    decision = _decision(site, config, strategy, reason, rates)
+    if decision.predicted_gain < config.min_gain:
+        why = f"not worth it: {strategy} predicted {decision.predicted_gain:.2f}x exact"
+        return _decision(site, config, Strategy.EXACT, why, rates)
+    return decision
+
+
+def _override(name: str, config: HotConfig) -> Strategy | None:
+    chosen = [strategy for glob, strategy in config.override if fnmatchcase(name, glob)]
+    return chosen[-1] if chosen else None
+
+
+def _excluded(site: Site, config: HotConfig) -> str | None:
+    """Why the user's globs or the paper's rules leave this layer alone."""
+    if not any(fnmatchcase(site.name, glob) for glob in config.include):
+        return f"not in include={list(config.include)}"
+    if any(fnmatchcase(site.name, glob) for glob in config.exclude):
+        return f"in exclude={list(config.exclude)}"
+    if "lora_" in site.name:
+        return "low-rank factor: quantising it collapses accuracy (paper, table 3)"
+    if site.head and config.keep_head:
+        return "classifier head: left alone, as in the paper"
+    small, large = sorted((hint(site.outputs), hint(site.inputs)))
+    if small <= _LOW_RANK and large >= 8 * small:
+        return "low-rank factor or head by shape: left alone, as in the paper"
+    return None
+
+
+def _feasible(
+    site: Site, config: HotConfig, strategies: tuple[Strategy, ...]
+) -> tuple[Strategy, str]:
+    """The first strategy this layer's facts allow, and why not the earlier ones."""
+    if hint(site.rows) == 0:
+        return Strategy.EXACT, "empty batch"
+    if not site.needs_grad_weight and Strategy.EXACT not in strategies:
+        return Strategy.GX_ONLY, "frozen weight: no g_w, nothing saved"
+    skipped = []
+    for strategy in strategies:
+        problem = _batch_problem(site) if _wants_batch(strategy, config) else None
+        if problem is None:
+            return strategy, "; ".join(skipped)
+        skipped.append(f"no {strategy}: {problem}")
+    return Strategy.EXACT, "; ".join(skipped)
+
+
+def _wants_batch(strategy: Strategy, config: HotConfig) -> bool:
+    return strategy is Strategy.HLA8 and config.rows is Rows.BATCH
+
+
+def _batch_problem(site: Site) -> str | None:
+    """Why rows cannot be grouped across the batch, or None."""
+    if not site.batched:
+        return "its first dimension is not the batch"
+    if hint(site.lead[0]) < _MIN_SAMPLES:
+        return f"batch of {hint(site.lead[0])}, grouping wants {_MIN_SAMPLES}"
+    if not all(isinstance(size, int) for size in site.lead[1:]):
+        return "tokens per sample are symbolic"
+    return None
+
+
+def _decision(
+    site: Site, config: HotConfig, strategy: Strategy, reason: str, rates: Rates | None = None
+) -> Decision:
+    """Fill in the numbers that follow from the choice."""
+    gx, gw = site.needs_grad_input, site.needs_grad_weight
+    hla = strategy is Strategy.HLA8
+    shape = Shape(
+        rows=hint(site.rows),
+        outputs=hint(site.outputs),
+        inputs=hint(site.inputs),
+        element=site.dtype.itemsize,
+        rank=config.rank,
+    )
+    dtype = str(site.dtype).removeprefix("torch.")
+    gain = 1.0
+    if strategy is not Strategy.EXACT and rates is not None:
+        gain = predicted_gain(strategy, gx, gw, rates, dtype, shape)
+    return Decision(
+        site=site.name,
+        shape=(str(site.rows), str(site.outputs), str(site.inputs)),
+        dtype=dtype,
+        strategy=strategy,
+        reason=reason,
+        gx=gx,
+        gw=gw,
+        gx_bits=config.gx_bits or _free_bits(rates),
+        per_channel=config.per_channel,
+        rank=config.rank if hla else 0,
+        tokens=math.prod(site.lead[1:]) if _wants_batch(strategy, config) else 1,
+        predicted_gain=round(gain, 3),
+        bytes_before=int(at(saved_bytes(Strategy.EXACT), shape)) if gw else 0,
+        bytes_after=_saved(strategy, shape) if gw else 0,
+    )
+
+
+def _free_bits(rates: Rates | None) -> int:
+    """4 bits only where they buy speed: INT4 values carried as INT8 cost what INT8 costs."""
+    return 4 if rates is not None and rates.int4 > rates.integer else 8
+
+
+def _saved(strategy: Strategy, shape: Shape) -> int:
+    kept = Strategy.EXACT if strategy is Strategy.GX_ONLY else strategy
+    return int(at(saved_bytes(kept), shape))
