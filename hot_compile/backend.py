@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,14 +15,12 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .config import HotConfig, split_options
 from .errors import PassDisabledError
-from .inspect import GraphReport, Recorder
+from .inspect import Dump
 from .passes.devices import pricing
 from .passes.graph import clean_path
 from .passes.match import GraphInputs
-from .passes.pipeline import Context, JointPass, Partitioner, sources_hash
+from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .runtime.providers import runtime_version
-
-log = logging.getLogger("hot_compile")
 
 _DISABLING = "use_joint_graph_passes"
 
@@ -34,7 +31,7 @@ def hot(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-    on_report: Callable[[GraphReport], None] | None = None,
+    recorder: Recorder | None = None,
     inner_compile: Callable[..., Any] = compile_fx_inner,
     **_: Any,
 ) -> Callable[..., Any]:
@@ -46,7 +43,8 @@ def hot(
         gm: Dynamo's graph. example_inputs: its inputs.
         mode: as for the default backend ("reduce-overhead", "max-autotune", ...).
         options: ours (see ``HotConfig``) and Inductor's, mixed.
-        on_report: called with each training graph's report (used by ``explain``).
+        recorder: told of every stage of every graph (used by ``explain``); by default one that
+            writes to the folder of option ``dump`` or HOT_DUMP, if any.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
 
     Raises:
@@ -57,14 +55,14 @@ def hot(
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
     dump = config.dump or os.environ.get("HOT_DUMP")  # the one environment variable, for debugging
-    if dump or on_report:
+    if dump or recorder:
         patches["force_disable_caches"] = True  # on a cache hit no pass runs: nothing to report
     inputs = _graph_inputs(gm)
     context = Context(
         config=config,
         inputs=inputs,
         pricing=pricing,
-        recorder=Recorder(dump, on_report),
+        recorder=recorder or Dump(dump),
         identity=_identity(gm, config, inputs, example_inputs),
     )
     joint = JointPass(context, _existing_passes(patches))

@@ -23,12 +23,15 @@ from .passes.crossing import Crossing
 from .passes.plan import Decision, Plan
 
 
-@dataclasses.dataclass
+NO_PLAN = Plan("exact", ())
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphReport:
     """One compiled training graph: its plan as carried out, and what crosses to the backward."""
 
     plan: Plan
-    crossing: tuple[Crossing, ...] = ()
+    crossing: tuple[Crossing, ...]
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -39,13 +42,12 @@ class GraphReport:
         }
 
 
-class Recorder:
-    """Collects the reports of one backend call and, with a folder, writes every stage's graph there."""
+class Dump:
+    """Recorder that writes every stage's graph, plan.json and crossing.json below a folder."""
 
-    def __init__(self, folder: str | None = None, on_report: Callable | None = None) -> None:
+    def __init__(self, folder: str | None = None) -> None:
         self._folder = _next_graph_folder(folder) if folder else None
         self._count = itertools.count()
-        self._on_report = on_report
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Write the graph as it is after (or before) ``stage``."""
@@ -56,16 +58,27 @@ class Recorder:
         (self._folder / f"{next(self._count):02d}.{stage}.py").write_text(text)
 
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Hand over a finished graph's report; with a folder, write plan.json and crossing.json."""
-        report = GraphReport(plan or Plan("exact", ()), crossing)
-        if self._on_report is not None:
-            self._on_report(report)
+        """Write plan.json and crossing.json."""
         if self._folder is None:
             return
-        data = report.to_json()
+        data = GraphReport(plan or NO_PLAN, crossing).to_json()
         for name in ("plan", "crossing"):
             text = json.dumps(data[name], indent=1, default=str)
             (self._folder / f"{name}.json").write_text(text + "\n")
+
+
+class Reports:
+    """Recorder that keeps each training graph's report."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphReport] = []
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Stages are not kept."""
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Keep the report."""
+        self.graphs.append(GraphReport(plan or NO_PLAN, crossing))
 
 
 def _next_graph_folder(folder: str) -> Path:
@@ -156,18 +169,19 @@ def explain(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) 
     """
     from .backend import hot  # the backend imports this module
 
-    reports: list[GraphReport] = []
+    reports = Reports()
     backend = functools.partial(
-        hot, options=options, on_report=reports.append, inner_compile=_run_uncompiled
+        hot, options=options, recorder=reports, inner_compile=run_uncompiled
     )
     with _unchanged(model), torch.enable_grad():
         torch.compile(model, backend=backend)(*inputs)
-    explanation = Explanation(tuple(reports))
+    explanation = Explanation(tuple(reports.graphs))
     print(explanation)
     return explanation
 
 
-def _run_uncompiled(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+def run_uncompiled(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+    """Stand-in for Inductor's lowering: the finished graph, run node by node."""
     return make_boxed_func(gm.forward)
 
 

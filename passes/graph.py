@@ -91,7 +91,7 @@ def clean_path(source: str) -> str:
 
     ``L['self']._modules['blocks']._modules['0'].qkv`` becomes ``blocks.0.qkv``.
     """
-    path = re.sub(r"^L\[['\"](?:self|fn|mod|model)['\"]\]\.?", "", source)
+    path = re.sub(r"^[LG]\[['\"]\w+['\"]\]\.?", "", source)
     path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return re.sub(r"\.+", ".", path).strip(".")

@@ -82,7 +82,7 @@ class _Context:
         self.pending = dict.fromkeys(n for n in products if n in self.backward)
         self.others = [
             n
-            for n in graph.nodes
+            for n in reversed(graph.nodes)
             if n in self.backward and (n.target in _BATCHED or n.target is _CONVOLUTION_BACKWARD)
         ]
 
@@ -172,12 +172,12 @@ class _Context:
     def leftovers(self) -> list[Site]:
         """Backward products no forward product claimed, each with the reason it is left alone."""
         unpaired = (
-            "no forward product of this shape (a product with one row or column is decomposed "
-            "into pointwise operations)"
+            "not paired with a forward product (a product of activations, or one with a single row "
+            "or column, which is decomposed into pointwise operations)"
         )
-        sites = [_refused(node, unpaired) for node in self.pending]
+        sites = [_refused(node, unpaired) for node in reversed(self.pending)]
         for node in self.others:
-            reason = "batched product (attention): left alone, as in the paper"
+            reason = "batched product (attention, einsum): left alone, as in the paper"
             if node.target is _CONVOLUTION_BACKWARD:
                 reason = "convolution: not rewritten by this version"
             sites.append(_refused(node, reason))
@@ -256,7 +256,7 @@ def _lead(x: fx.Node) -> tuple[Any, ...]:
         if not _same(_shape(before)[-1], _shape(x)[-1]):
             break
         source = before
-    return _shape(source)[:-1]
+    return _shape(source)[:-1] or _shape(x)[:1]
 
 
 def _is_head(forward: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from .crossing import Crossing, crossing
 from .match import GraphInputs, match
 from .plan import Plan, Pricing, plan
 from .rewrite import rewrite
+from .shorten import shorten
 
 log = logging.getLogger("hot_compile")
 
@@ -103,6 +104,8 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition: Callable = self._inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
+        shorten(backward.graph)
+        backward.recompile()
         recorder = self._context.recorder
         recorder.graph("forward", forward)
         recorder.graph("backward", backward)
