@@ -1,0 +1,26 @@
+// Every kernel compiled for one ISA, in a namespace of its own; see kernels.hpp.
+#define HOT_ISA scalar
+// clang-format off
+#include "vec_scalar.hpp"
+#include "quantize.inl"
+#include "rows.inl"
+#include "columns.inl"
+#include "int4.inl"
+#include "product.inl"
+// clang-format on
+
+namespace hot {
+
+extern const Kernels kScalar = {
+    "scalar",
+    scalar::rows_absmax,
+    scalar::quantize_rows,
+    scalar::gather_columns,
+    scalar::emit_columns,
+    scalar::compress_int4,
+    scalar::expand_int4,
+    scalar::epilogue,
+    scalar::int_product,
+};
+
+}  // namespace hot

@@ -1,0 +1,102 @@
+// Registration of the CPU operators; schemas and fakes are in runtime/ops.py.
+//
+// Namespace hot_isa holds the same operators with an ISA's name as an extra last argument, so that
+// tests can run every variant; its schemas are defined by the tests.
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "cpu/ops.hpp"
+
+namespace hot {
+namespace {
+
+const Kernels& kernels_named(const std::string& isa) {
+  const Kernels* kernels = find_kernels(isa.c_str());
+  STD_TORCH_CHECK(kernels != nullptr, "hot_isa: expected an ISA that this machine has of scalar, ",
+                  "avx2, avx512; got ", isa, " (fastest here: ", best_kernels().name, ")");
+  return *kernels;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> grad(const Kernels& kernels,
+                                                        const Tensor& grad_output, int64_t row_bits,
+                                                        bool per_row, int64_t rank, int64_t tokens,
+                                                        bool per_column) {
+  check_2d(grad_output, "quantize_grad", "grad_output");
+  Tensor g = as_contiguous(grad_output);
+  return std::tuple_cat(cpu::quantize_rows(kernels, g, row_bits, per_row, true),
+                        cpu::quantize_columns(kernels, g, rank, tokens, 8, per_column, true));
+}
+
+// Boxing wants plain functions; each pair below differs in where the kernels come from.
+
+auto quantize_rows(Tensor x, int64_t bits, bool per_row, bool stochastic) {
+  return cpu::quantize_rows(best_kernels(), x, bits, per_row, stochastic);
+}
+auto quantize_rows_isa(Tensor x, int64_t bits, bool per_row, bool stochastic, std::string isa) {
+  return cpu::quantize_rows(kernels_named(isa), x, bits, per_row, stochastic);
+}
+
+auto quantize_columns(Tensor x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
+                      bool stochastic) {
+  return cpu::quantize_columns(best_kernels(), x, rank, tokens, bits, per_column, stochastic);
+}
+auto quantize_columns_isa(Tensor x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
+                          bool stochastic, std::string isa) {
+  return cpu::quantize_columns(kernels_named(isa), x, rank, tokens, bits, per_column, stochastic);
+}
+
+auto quantize_grad(Tensor grad_output, int64_t row_bits, bool per_row, int64_t rank, int64_t tokens,
+                   bool per_column) {
+  return grad(best_kernels(), grad_output, row_bits, per_row, rank, tokens, per_column);
+}
+auto quantize_grad_isa(Tensor grad_output, int64_t row_bits, bool per_row, int64_t rank,
+                       int64_t tokens, bool per_column, std::string isa) {
+  return grad(kernels_named(isa), grad_output, row_bits, per_row, rank, tokens, per_column);
+}
+
+auto compress_int4(Tensor x) { return cpu::compress_int4(best_kernels(), x); }
+auto compress_int4_isa(Tensor x, std::string isa) {
+  return cpu::compress_int4(kernels_named(isa), x);
+}
+
+auto expand_int4(Tensor packed, Tensor scale, Tensor minimum) {
+  return cpu::expand_int4(best_kernels(), packed, scale, minimum);
+}
+auto expand_int4_isa(Tensor packed, Tensor scale, Tensor minimum, std::string isa) {
+  return cpu::expand_int4(kernels_named(isa), packed, scale, minimum);
+}
+
+Tensor scaled_int_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale,
+                     std::optional<Tensor> row_term, std::optional<Tensor> col_term,
+                     ScalarType out_dtype) {
+  return cpu::scaled_int_mm(best_kernels(), a, b, a_scale, b_scale, row_term, col_term, out_dtype);
+}
+Tensor scaled_int_mm_isa(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale,
+                         std::optional<Tensor> row_term, std::optional<Tensor> col_term,
+                         ScalarType out_dtype, std::string isa) {
+  return cpu::scaled_int_mm(kernels_named(isa), a, b, a_scale, b_scale, row_term, col_term,
+                            out_dtype);
+}
+
+}  // namespace
+}  // namespace hot
+
+STABLE_TORCH_LIBRARY_IMPL(hot, CPU, m) {
+  m.impl("quantize_rows", TORCH_BOX(&hot::quantize_rows));
+  m.impl("quantize_columns", TORCH_BOX(&hot::quantize_columns));
+  m.impl("quantize_grad", TORCH_BOX(&hot::quantize_grad));
+  m.impl("compress_int4", TORCH_BOX(&hot::compress_int4));
+  m.impl("expand_int4", TORCH_BOX(&hot::expand_int4));
+  m.impl("scaled_int_mm", TORCH_BOX(&hot::scaled_int_mm));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hot_isa, CPU, m) {
+  m.impl("quantize_rows", TORCH_BOX(&hot::quantize_rows_isa));
+  m.impl("quantize_columns", TORCH_BOX(&hot::quantize_columns_isa));
+  m.impl("quantize_grad", TORCH_BOX(&hot::quantize_grad_isa));
+  m.impl("compress_int4", TORCH_BOX(&hot::compress_int4_isa));
+  m.impl("expand_int4", TORCH_BOX(&hot::expand_int4_isa));
+  m.impl("scaled_int_mm", TORCH_BOX(&hot::scaled_int_mm_isa));
+}

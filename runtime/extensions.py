@@ -1,0 +1,91 @@
+"""What the native libraries consist of: one frozen ``Extension`` per device type."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).parent / "csrc"
+STABLE_ABI = "0x020b000000000000"
+"""TORCH_TARGET_VERSION: the oldest torch (2.11) that a library built here loads in."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One translation unit: its path below ``csrc`` and the flags that it alone needs."""
+
+    path: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A shared library of operators.
+
+    ``inputs``: files and folders below ``csrc`` whose contents decide whether to rebuild.
+    ``compiler`` overrides the C++ compiler for sources of a suffix, e.g. ``{".cu": ("nvcc",)}``.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+    inputs: tuple[str, ...]
+    flags: tuple[str, ...]
+    link_flags: tuple[str, ...] = ()
+    compilers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def digest(self) -> str:
+        """Hash of the contents of every input file and of all flags."""
+        state = hashlib.sha256(repr(self).encode())
+        for root in self.inputs:
+            _hash_tree(CSRC / root, state)
+        return state.hexdigest()
+
+
+def _hash_tree(root: Path, state: hashlib._Hash) -> None:
+    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    for file in files:
+        state.update(file.relative_to(CSRC).as_posix().encode() + b"\0")
+        state.update(file.read_bytes() + b"\0")
+
+
+# -ffp-contract=off: a fused multiply-add would round differently from the reference.
+# -Wno-*uninitialized: gcc 12 misreads its own AVX-512 headers.
+_CPU_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_CPU_SOURCES = (
+    Source("library.cpp"),
+    Source("cpu/quantize_rows.cpp"),
+    Source("cpu/quantize_columns.cpp"),
+    Source("cpu/int4.cpp"),
+    Source("cpu/scaled_int_mm.cpp"),
+    Source("cpu/kernels.cpp"),
+    Source("cpu/kernels_scalar.cpp"),
+)
+_X86_SOURCES = (
+    Source("cpu/kernels_avx2.cpp", _AVX2),
+    Source("cpu/kernels_avx512.cpp", _AVX512),
+)
+
+
+def cpu_extension() -> Extension:
+    """Operators on CPU tensors, with the ISA variants that this architecture may have."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return Extension(
+        name="hot_cpu",
+        sources=_CPU_SOURCES + (_X86_SOURCES if x86 else ()),
+        inputs=("library.cpp", "cpu", "util"),
+        flags=_CPU_FLAGS + (("-DHOT_X86",) if x86 else ()),
+        link_flags=("-ltorch_cpu", "-lc10"),
+    )
