@@ -54,6 +54,8 @@ def hot(
     ours, theirs = split_options(options)
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
+    if not _trains(example_inputs):
+        return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
     dump = config.dump or os.environ.get("HOT_DUMP")  # the one environment variable, for debugging
     if dump or recorder:
         patches["force_disable_caches"] = True  # on a cache hit no pass runs: nothing to report
@@ -85,6 +87,12 @@ def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, An
             "switches HOT off in silence. Remove that option, or use backend='inductor'."
         )
     return patches
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    """Some input needs a gradient: the same test AOTAutograd makes before it traces a backward."""
+    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:

@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from hot_compile.errors import BuildError
+from hot_compile.runtime.build import load
 from hot_compile.runtime.providers import status
 
 from .cost import Rates
@@ -35,14 +37,23 @@ RATES: dict[str, Rates] = {
 
 
 def pricing(device: torch.device) -> Rates | str:
-    """Rates of ``device``, or the reason why no layer can be rewritten for it."""
+    """Rates of ``device``, or the reason why no layer can be rewritten for it.
+
+    Builds and loads the runtime for the device on first use.
+    """
     return _pricing(device.type)
 
 
 @cache
 def _pricing(device_type: str) -> Rates | str:
     provider = status(device_type)
-    if not provider.available:
-        log.warning("hot: %s; every layer on %s stays exact", provider.reason, device_type)
-        return f"no runtime for {device_type}: {provider.reason}"
-    return RATES[provider.rates]
+    try:
+        if not provider.available:
+            raise BuildError(provider.reason)
+        load(device_type)
+    except BuildError as error:
+        log.warning("hot: every layer on %s stays exact, as Inductor does it: %s", device_type, error)
+        return f"no runtime for {device_type}: {error}"
+    if device_type == "cpu":
+        return RATES["cpu-vnni" if provider.fast_int8 else "cpu"]
+    return f"no rates for {device_type}"

@@ -38,6 +38,7 @@ def check(model, *inputs, options=ALWAYS, floor=0.98, **compile_options):
 
     The floor is the issue's for recipe int8; INT8 per channel has relative error ~0.01 a layer.
     """
+    model.zero_grad()
     exact = copy.deepcopy(model)
     exact(*inputs).float().square().mean().backward()
     _, graphs = hot_step(
@@ -103,7 +104,7 @@ def test_layers_that_share_an_input_compress_it_once():
         x = F.layer_norm(x, (48,))
         return m.o(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)))
 
-    parts = {name: nn.Linear(48, 48) for name in "qkvo"}
+    parts = {name: nn.Linear(48, 48, bias=name == "o") for name in "qkvo"}  # g of b_k is zero
     model = Holder(body, **parts)
     x = torch.randn(2, 33, 48)
     _, (graph,) = hot_step(lambda x: model(x).sum(), x, options={**ALWAYS, "recipe": "hot"})
@@ -171,7 +172,7 @@ def test_dynamic_batch_compiles_once(recipe):
     options = {**ALWAYS, "recipe": recipe}
     backend = functools.partial(hot, options=options, recorder=reports)
     compiled = torch.compile(model, backend=backend, dynamic=True)
-    for batch in (20, 33, 64):
+    for batch in (33, 64, 40):  # more than one INT4 group: sizes of 1 are specialised by torch
         compiled(torch.randn(batch, 5, 48)).square().mean().backward()
     assert len(reports.graphs) == 1
     assert "s" in reports.graphs[0].plan["0"].shape[0]
