@@ -1,7 +1,7 @@
 """Builds a native library on first use, into a per-user cache, and loads it.
 
-The cache is ``$XDG_CACHE_HOME/hot_compile`` (``~/.cache/hot_compile``); a library's folder is keyed by
-its sources, flags, compiler, torch and machine. Builds happen under a file lock and appear by an
+The cache is ``$XDG_CACHE_HOME/hot_compile`` (``~/.cache/hot_compile``); a library's folder is keyed
+by its sources, flags, compiler, torch and machine. Builds happen under a file lock and appear by an
 atomic rename, so that any number of processes may start at once.
 """
 
@@ -24,9 +24,9 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 
+import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
-
-from .extensions import CSRC, Extension, cpu_extension
+from hot_compile.runtime.extensions import CSRC, Extension, cpu_extension
 
 _CXX_NAMES = ("g++", "clang++", "c++")
 _EXTENSIONS: dict[str, Callable[[], Extension]] = {"cpu": cpu_extension}
@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Command of the C++ compiler: ``$CXX`` or the first of g++, clang++, c++. Raises BuildError."""
+    """Command of the C++ compiler: ``$CXX``, or g++, clang++, c++. Raises BuildError."""
     wanted = os.environ.get("CXX")
     command = tuple(shlex.split(wanted)) if wanted else ()
     if command and shutil.which(command[0]):
@@ -182,10 +182,8 @@ def extension_for(device_type: str) -> Extension:
 def load(device_type: str) -> Path:
     """Builds (if need be) and registers the operators for ``device_type``; returns the library.
 
-    Idempotent. Raises BuildError if there is no compiler, or it fails, or the library does not load.
+    Idempotent. Raises BuildError if there is no compiler, it fails, or the library does not load.
     """
-    from . import ops  # noqa: F401  schemas must exist before implementations
-
     path = build(extension_for(device_type))
     try:
         torch.ops.load_library(str(path))

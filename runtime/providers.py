@@ -1,4 +1,4 @@
-"""What this machine can run: which provider of the operators, and how fast its integer products are."""
+"""What this machine can run: which provider of the operators, and whether int8 is fast on it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from hot_compile.errors import BuildError
-
-from . import build
-from .extensions import CSRC, _hash_tree
+from hot_compile.runtime import build
+from hot_compile.runtime.extensions import CSRC, hash_tree
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def status(device_type: str) -> Provider:
 def runtime_version() -> str:
     """Hash of everything that decides what an operator computes; part of compile cache keys."""
     state = hashlib.sha256()
-    _hash_tree(CSRC, state)
+    hash_tree(CSRC, state)
     for name in ("ops.py", "extensions.py"):
         state.update((Path(__file__).parent / name).read_bytes())
     return state.hexdigest()[:16]

@@ -1,0 +1,238 @@
+"""Backward time of single layers: exact products against every strategy.
+
+    python benchmarks/layers.py --shapes vit-b --batch 8
+    python benchmarks/layers.py --device cuda --dtype bfloat16 --shapes paper --json layers.json
+
+A strategy's time is everything that HOT adds to, or puts in place of, the two exact products:
+storing x in the forward, quantising grad_output and the weight, both integer products with their
+epilogues.
+Methods run interleaved within one process on fresh random inputs; the figure is the median.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hot_compile.runtime import build
+
+hot = torch.ops.hot
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's backward: ``length`` rows per sample, O outputs, I inputs."""
+
+    name: str
+    length: int
+    outputs: int
+    inputs: int
+
+
+def _layers(name: str, *shapes: tuple[int, int, int]) -> list[Layer]:
+    return [Layer(name, *shape) for shape in shapes]
+
+
+RESNET50 = _layers(
+    "ResNet-50",
+    (3136, 64, 256),
+    (3136, 64, 576),
+    (784, 128, 512),
+    (784, 128, 1152),
+    (196, 256, 2304),
+    (49, 512, 4608),
+)
+VIT_B = _layers("ViT-B", (197, 2304, 768), (197, 768, 768), (197, 3072, 768), (197, 768, 3072))
+EFFICIENTFORMER_L7 = _layers(
+    "EfficientFormer-L7",
+    (3136, 384, 96),
+    (784, 768, 192),
+    (196, 1536, 384),
+    (49, 1536, 768),
+    (49, 768, 1024),
+    (49, 3072, 768),
+)
+LLAMA_7B = _layers("Llama-7B", (8192, 4096, 4096), (8192, 11008, 4096), (8192, 4096, 11008))
+SHAPES = {
+    "paper": RESNET50 + VIT_B + EFFICIENTFORMER_L7,  # tables 5 to 7 of the supplementary
+    "resnet50": RESNET50,
+    "vit-b": VIT_B,
+    "efficientformer-l7": EFFICIENTFORMER_L7,
+    "llama-7b": LLAMA_7B,  # 8192 tokens in all: run with --batch 1
+}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One layer's tensors: grad_output [L, O], weight [O, I], x [L, I]."""
+
+    grad_output: Tensor
+    weight: Tensor
+    x: Tensor
+
+
+def exact(t: Operands, tokens: int) -> None:
+    """Both gradients as autograd computes them."""
+    _ = t.grad_output @ t.weight, t.grad_output.t() @ t.x
+
+
+def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> None:
+    weight_q, weight_scale, _ = hot.quantize_columns(t.weight, 16, 1, 4, True, False)
+    hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
+
+
+def _eight_bits(t: Operands, rank: int, tokens: int) -> None:
+    x_q, x_scale, _ = hot.quantize_columns(t.x, rank, tokens, 8, True, False)
+    row_q, row_scale, col_q, col_scale, _ = hot.quantize_grad(
+        t.grad_output, 4, True, rank, tokens, True
+    )
+    _grad_x(t, row_q, row_scale)
+    hot.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, t.x.dtype)
+
+
+def hla8(t: Operands, tokens: int) -> None:
+    """g_w from the low-pass half of the rows, 8 bits."""
+    _eight_bits(t, 8, tokens)
+
+
+def int8(t: Operands, tokens: int) -> None:
+    """g_w of full rank, x stored in 8 bits."""
+    _eight_bits(t, 0, 1)
+
+
+def int4(t: Operands, tokens: int) -> None:
+    """g_w of full rank, x stored in 4 bits."""
+    packed, scale, minimum = hot.compress_int4(t.x)
+    row_q, row_scale, col_q, col_scale, total = hot.quantize_grad(
+        t.grad_output, 4, True, 0, 1, True
+    )
+    _grad_x(t, row_q, row_scale)
+    x_q, x_scale, zero = hot.expand_int4(packed, scale, minimum)
+    hot.scaled_int_mm(col_q, x_q, col_scale, x_scale, total, zero, t.x.dtype)
+
+
+METHODS: dict[str, Callable[[Operands, int], None]] = {
+    "exact": exact,
+    "hla8": hla8,
+    "int4": int4,
+    "int8": int8,
+}
+
+
+@dataclass
+class Timing:
+    """Milliseconds of each method for one layer, one entry a round."""
+
+    layer: Layer
+    rows: int
+    rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+
+    def median(self, method: str) -> float:
+        """Milliseconds."""
+        return statistics.median(self.rounds[method])
+
+    def speedup(self, method: str) -> float:
+        """How many times faster than exact."""
+        return self.median("exact") / self.median(method)
+
+
+def _milliseconds(call: Callable[[], None], device: torch.device, repeats: int) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / repeats
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - begin) * 1e3 / repeats
+
+
+def measure(
+    layer: Layer, batch: int, dtype: torch.dtype, device: torch.device, rounds: int
+) -> Timing:
+    """Times all methods on one layer, interleaved; the first of ``rounds + 1`` rounds warms up."""
+    rows = batch * layer.length
+    tokens = layer.length if batch % 16 == 0 else 1  # hla8 groups across the batch when it can
+    timing = Timing(layer, rows)
+    for number in range(rounds + 1):
+        shapes = ((rows, layer.outputs), (layer.outputs, layer.inputs), (rows, layer.inputs))
+        operands = Operands(*(torch.randn(s, dtype=dtype, device=device) for s in shapes))
+        for name, method in METHODS.items():
+            repeats = 10 if device.type == "cuda" else 1
+            spent = _milliseconds(partial(method, operands, tokens), device, repeats)
+            if number > 0:
+                timing.rounds[name].append(spent)
+    return timing
+
+
+def geometric_mean(values: list[float]) -> float:
+    """exp(mean(log)), the mean for ratios."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def table_of(timings: list[Timing], title: str) -> Table:
+    """Times in ms and speedups over exact, one row per layer, and the geometric mean."""
+    table = Table(title=title)
+    for head in ("model", "rows", "O", "I", "exact ms"):
+        table.add_column(head, justify="right" if head != "model" else "left")
+    strategies = [name for name in METHODS if name != "exact"]
+    for name in strategies:
+        table.add_column(f"{name} ms", justify="right")
+        table.add_column("x", justify="right", style="bold")
+    for t in timings:
+        cells = [t.layer.name, t.rows, t.layer.outputs, t.layer.inputs, f"{t.median('exact'):.2f}"]
+        for name in strategies:
+            cells += [f"{t.median(name):.2f}", f"{t.speedup(name):.2f}"]
+        table.add_row(*map(str, cells))
+    means = [f"{geometric_mean([t.speedup(n) for t in timings]):.2f}" for n in strategies]
+    table.add_section()
+    table.add_row("geomean", "", "", "", "", *(c for mean in means for c in ("", mean)))
+    return table
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    batch: Annotated[int, typer.Option(help="samples; rows = samples x length")] = 8,
+    shapes: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "vit-b",
+    rounds: Annotated[int, typer.Option(help="timed rounds after one of warm-up")] = 9,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+) -> None:
+    """Measure, print a table, and write JSON on request."""
+    if shapes not in SHAPES:
+        raise typer.BadParameter(f"got {shapes!r}; expected one of {', '.join(SHAPES)}")
+    build.load(device)
+    torch.manual_seed(0)
+    target = torch.device(device)
+    timings = [
+        measure(layer, batch, getattr(torch, dtype), target, rounds) for layer in SHAPES[shapes]
+    ]
+    where = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
+    )
+    title = f"layer backward, {device} ({where}), {dtype}, batch {batch}, torch {torch.__version__}"
+    Console(width=120).print(table_of(timings, title))
+    if json_file:
+        facts = {"title": title, "layers": [asdict(t) for t in timings]}
+        json_file.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
