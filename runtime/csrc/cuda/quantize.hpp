@@ -1,0 +1,48 @@
+// What one call of quantize_rows, quantize_columns or quantize_grad asks of the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace hot {
+
+struct QuantizeTask {
+  const void* x;
+  int64_t rows, columns, stride;
+  bool vectors;  // every row starts on 16 bytes and is whole 16-byte vectors
+  bool stochastic;
+
+  bool want_rows;
+  bool per_row;
+  float row_qmax;
+  int64_t row_length;  // of row_q, the columns padded to 32
+  int8_t* row_q;
+  float* row_scale;
+
+  bool want_columns;
+  bool per_column;
+  float column_qmax;
+  int rank;
+  int64_t tokens, blocks;  // groups of 16 rows, see reference._transform_rows
+  int64_t contracted;      // length of a row of column_q
+  int8_t* column_q;
+  float* column_scale;
+  float* column_total;
+
+  // Zeroed by the caller. absmax: bits of non-negative floats, one for all when not per row/column.
+  uint32_t* row_absmax;
+  uint32_t* column_absmax;
+  int32_t* column_sum;
+  uint32_t* finished;  // per strip of columns, tiles done
+
+  cudaStream_t stream;
+};
+
+constexpr int64_t kStripBytes = 256;  // width of the kernels' tile, for sizing `finished`
+
+void quantize_bf16(const QuantizeTask&);
+void quantize_fp16(const QuantizeTask&);
+void quantize_fp32(const QuantizeTask&);
+
+}  // namespace hot

@@ -1,0 +1,210 @@
+// Host side of quantize_rows, quantize_columns, quantize_grad, compress_int4 and expand_int4.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "int4.hpp"
+#include "quantize.hpp"
+#include "tensors.hpp"
+
+namespace hot {
+namespace {
+
+constexpr int64_t kContractAlign = 32, kOrder = 16, kInt4Group = 128;
+
+using Pair = std::tuple<Tensor, Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  return torch::stable::new_empty(like, size, dtype);
+}
+
+float qmax_of(int64_t bits, const char* op) {
+  STD_TORCH_CHECK(bits >= 2 && bits <= 8, "hot::", op, ": bits is ", bits, ", expected 2 to 8");
+  return static_cast<float>((1 << (bits - 1)) - 1);
+}
+
+template <class Task>
+void dispatch(const Tensor& x, const Task& task, const char* op, void (*bf16)(const Task&),
+              void (*fp16)(const Task&), void (*fp32)(const Task&)) {
+  ScalarType dtype = x.scalar_type();
+  if (dtype == ScalarType::BFloat16) return bf16(task);
+  if (dtype == ScalarType::Half) return fp16(task);
+  STD_TORCH_CHECK(dtype == ScalarType::Float, "hot::", op, ": dtype number ", static_cast<int>(dtype),
+                  ", expected bfloat16, float16 or float32");
+  fp32(task);
+}
+
+QuantizeTask task_of(const Tensor& x, const Call& call) {
+  QuantizeTask task = {};
+  task.x = x.data_ptr();
+  task.rows = x.size(0);
+  task.columns = x.size(1);
+  task.stride = x.size(0) > 1 ? x.stride(0) : x.size(1);
+  task.vectors = whole_vectors(x);
+  task.tokens = 1;
+  task.blocks = (x.size(0) + kOrder - 1) / kOrder;
+  task.stream = call.stream;
+  return task;
+}
+
+Pair want_rows(QuantizeTask& task, const Tensor& x, float qmax, bool per_row) {
+  task.want_rows = true;
+  task.per_row = per_row;
+  task.row_qmax = qmax;
+  task.row_length = round_up(task.columns, kContractAlign);
+  Tensor q = empty(x, {task.rows, task.row_length}, ScalarType::Char);
+  Tensor scale = empty(x, {task.rows}, ScalarType::Float);
+  task.row_q = data<int8_t>(q);
+  task.row_scale = data<float>(scale);
+  return {q, scale};
+}
+
+Triple want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t tokens, float qmax,
+                    bool per_column, const char* op) {
+  STD_TORCH_CHECK(rank >= 0 && rank <= kOrder, "hot::", op, ": rank is ", rank, ", expected 0 to 16");
+  STD_TORCH_CHECK(tokens >= 1 && (rank == 0 || task.rows % tokens == 0), "hot::", op, ": ", task.rows,
+                  " rows are not a multiple of tokens = ", tokens);
+  task.want_columns = true;
+  task.per_column = per_column;
+  task.column_qmax = qmax;
+  task.rank = static_cast<int>(rank);
+  if (rank > 0) {
+    task.tokens = tokens;
+    task.blocks = (task.rows / tokens + kOrder - 1) / kOrder * tokens;
+  }
+  task.contracted = round_up(rank == 0 ? task.rows : rank * task.blocks, kContractAlign);
+  Tensor q = empty(x, {task.columns, task.contracted}, ScalarType::Char);
+  Tensor scale = empty(x, {task.columns}, ScalarType::Float);
+  Tensor total = empty(x, {task.columns}, ScalarType::Float);
+  task.column_q = data<int8_t>(q);
+  task.column_scale = data<float>(scale);
+  task.column_total = data<float>(total);
+  return {q, scale, total};
+}
+
+// An empty x launches nothing; what its outputs still hold is zero.
+void zero_outputs(const QuantizeTask& task, const Call& call) {
+  if (task.want_rows) {
+    call.zero(task.row_q, task.rows * task.row_length);
+    call.zero(task.row_scale, task.rows * sizeof(float));
+  }
+  if (task.want_columns) {
+    call.zero(task.column_q, task.columns * task.contracted);
+    call.zero(task.column_scale, task.columns * sizeof(float));
+    call.zero(task.column_total, task.columns * sizeof(float));
+  }
+}
+
+void run(QuantizeTask& task, const Tensor& x, const Call& call, const char* op) {
+  if (task.rows == 0 || task.columns == 0) return zero_outputs(task, call);
+  int64_t rows = !task.want_rows ? 0 : task.per_row ? task.rows : 1;
+  int64_t columns = !task.want_columns ? 0 : task.per_column ? task.columns : 1;
+  int64_t sums = task.want_columns ? task.columns : 0;
+  int64_t strips = (task.columns * x.element_size() + kStripBytes - 1) / kStripBytes;
+  int64_t words = rows + columns + sums + strips;
+  Tensor workspace = empty(x, {words}, ScalarType::Int);
+  uint32_t* next = data<uint32_t>(workspace);
+  call.zero(next, words * sizeof(uint32_t));
+  task.row_absmax = next;
+  task.column_absmax = next + rows;
+  task.column_sum = reinterpret_cast<int32_t*>(next + rows + columns);
+  task.finished = next + rows + columns + sums;
+  dispatch(x, task, op, quantize_bf16, quantize_fp16, quantize_fp32);
+}
+
+Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic) {
+  check_matrix(x, "quantize_rows", "x");
+  float qmax = qmax_of(bits, "quantize_rows");
+  Call call(x);
+  Tensor rows = with_contiguous_rows(x);
+  QuantizeTask task = task_of(rows, call);
+  task.stochastic = stochastic;
+  Pair out = want_rows(task, x, qmax, per_row);
+  run(task, rows, call, "quantize_rows");
+  return out;
+}
+
+Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
+                        bool stochastic) {
+  check_matrix(x, "quantize_columns", "x");
+  float qmax = qmax_of(bits, "quantize_columns");
+  Call call(x);
+  Tensor rows = with_contiguous_rows(x);
+  QuantizeTask task = task_of(rows, call);
+  task.stochastic = stochastic;
+  Triple out = want_columns(task, x, rank, tokens, qmax, per_column, "quantize_columns");
+  run(task, rows, call, "quantize_columns");
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& grad_output,
+                                                                 int64_t row_bits, bool per_row,
+                                                                 int64_t rank, int64_t tokens,
+                                                                 bool per_column) {
+  check_matrix(grad_output, "quantize_grad", "grad_output");
+  float qmax = qmax_of(row_bits, "quantize_grad");
+  Call call(grad_output);
+  Tensor rows = with_contiguous_rows(grad_output);
+  QuantizeTask task = task_of(rows, call);
+  task.stochastic = true;
+  Pair row = want_rows(task, grad_output, qmax, per_row);
+  Triple column =
+      want_columns(task, grad_output, rank, tokens, 127.0f, per_column, "quantize_grad");
+  run(task, rows, call, "quantize_grad");
+  return std::tuple_cat(row, column);
+}
+
+Triple compress_int4(const Tensor& x) {
+  check_matrix(x, "compress_int4", "x");
+  Call call(x);
+  Tensor rows = with_contiguous_rows(x);
+  int64_t length = round_up(x.size(0), kContractAlign) / 2;
+  int64_t columns = x.size(1), groups = (x.size(0) + kInt4Group - 1) / kInt4Group;
+  Tensor packed = empty(x, {columns, length}, ScalarType::Byte);
+  Tensor scale = empty(x, {columns, groups}, ScalarType::BFloat16);
+  Tensor minimum = empty(x, {columns, groups}, ScalarType::BFloat16);
+  if (x.numel() == 0) return {packed, scale, minimum};
+  CompressTask task = {rows.data_ptr(),    rows.size(0),
+                       columns,            rows.size(0) > 1 ? rows.stride(0) : columns,
+                       whole_vectors(rows), data<uint8_t>(packed),
+                       length,             data<uint16_t>(scale),
+                       data<uint16_t>(minimum), call.stream};
+  dispatch(x, task, "compress_int4", compress_int4_bf16, compress_int4_fp16, compress_int4_fp32);
+  return {packed, scale, minimum};
+}
+
+Triple expand_int4_op(const Tensor& packed, const Tensor& scale, const Tensor& minimum) {
+  check_matrix(packed, "expand_int4", "packed");
+  check_matrix(scale, "expand_int4", "scale");
+  check_matrix(minimum, "expand_int4", "minimum");
+  int64_t columns = packed.size(0), length = packed.size(1), groups = scale.size(1);
+  STD_TORCH_CHECK(length % (kContractAlign / 2) == 0, "hot::expand_int4: packed rows have ", length,
+                  " bytes, expected a multiple of 16");
+  Call call(packed);
+  Tensor source = dense(packed), steps = dense(scale), lows = dense(minimum);
+  Tensor q = empty(packed, {columns, length * 2}, ScalarType::Char);
+  Tensor column_scale = empty(packed, {columns}, ScalarType::Float);
+  Tensor zero = empty(packed, {columns}, ScalarType::Float);
+  if (columns == 0) return {q, column_scale, zero};
+  if (groups == 0) {
+    call.zero(column_scale.data_ptr(), columns * sizeof(float));
+    call.zero(zero.data_ptr(), columns * sizeof(float));
+    return {q, column_scale, zero};
+  }
+  expand_int4(ExpandTask{data<uint8_t>(source), data<uint16_t>(steps), data<uint16_t>(lows), columns,
+                         length, groups, data<int8_t>(q), data<float>(column_scale),
+                         data<float>(zero), call.stream});
+  return {q, column_scale, zero};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
+  m.impl("quantize_columns", TORCH_BOX(&quantize_columns));
+  m.impl("quantize_grad", TORCH_BOX(&quantize_grad));
+  m.impl("compress_int4", TORCH_BOX(&compress_int4));
+  m.impl("expand_int4", TORCH_BOX(&expand_int4_op));
+}
+
+}  // namespace
+}  // namespace hot
