@@ -26,7 +26,7 @@ from rich.console import Console
 
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
-from hot_compile.runtime.extensions import CSRC, Extension, cpu_extension
+from hot_compile.runtime.extensions import Extension, cpu_extension
 
 _CXX_NAMES = ("g++", "clang++", "c++")
 _EXTENSIONS: dict[str, Callable[[], Extension]] = {"cpu": cpu_extension}
@@ -104,14 +104,14 @@ def _build_file(extension: Extension, compiler: tuple[str, ...]) -> str:
     include = ("-I" + str(root / "include"),)
     lines = [
         "rule compile",
-        "  command = $cxx $flags -MD -MF $out.d -c $in -o $out",
+        "  command = $cxx $flags -c $in -o $out",
         "rule link",
         f"  command = {_quote(compiler)} -shared $in -o $out $flags",
     ]
     special = dict(extension.compilers)
     objects = []
     for number, source in enumerate(extension.sources):
-        path = CSRC / source.path
+        path = extension.root / source.path
         objects.append(f"{number}_{path.stem}.o")
         escaped = str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
         lines += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 CSRC = Path(__file__).parent / "csrc"
@@ -14,7 +14,7 @@ STABLE_ABI = "0x020b000000000000"
 
 @dataclass(frozen=True)
 class Source:
-    """One translation unit: its path below ``csrc`` and the flags that it alone needs."""
+    """One translation unit: its path below the extension's root and the flags it alone needs."""
 
     path: str
     flags: tuple[str, ...] = ()
@@ -24,8 +24,8 @@ class Source:
 class Extension:
     """A shared library of operators.
 
-    ``inputs``: files and folders below ``csrc`` whose contents decide whether to rebuild.
-    ``compiler`` overrides the C++ compiler for sources of a suffix, e.g. ``{".cu": ("nvcc",)}``.
+    ``inputs``: files and folders below ``root`` whose contents decide whether to rebuild.
+    ``compilers``: commands in place of the C++ compiler's by suffix, e.g. ((".cu", ("nvcc",)),).
     """
 
     name: str
@@ -34,12 +34,13 @@ class Extension:
     flags: tuple[str, ...]
     link_flags: tuple[str, ...] = ()
     compilers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    root: Path = CSRC
 
     def digest(self) -> str:
         """Hash of the contents of every input file and of all flags."""
-        state = hashlib.sha256(repr(self).encode())
-        for root in self.inputs:
-            hash_tree(CSRC / root, state)
+        state = hashlib.sha256(repr(replace(self, root=Path())).encode())
+        for path in self.inputs:
+            hash_tree(self.root / path, state)
         return state.hexdigest()
 
 
@@ -47,7 +48,7 @@ def hash_tree(root: Path, state: hashlib._Hash) -> None:
     """Feeds names and contents of a file, or of all files below a folder, to ``state``."""
     files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
     for file in files:
-        state.update(file.relative_to(CSRC).as_posix().encode() + b"\0")
+        state.update(file.relative_to(root.parent).as_posix().encode() + b"\0")
         state.update(file.read_bytes() + b"\0")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Provider:
     fast_int8: bool = False
 
 
-def _cpu_isa(flags: dict[str, object]) -> str:
+def _cpu_isa(flags: Mapping[str, object]) -> str:
     """Mirrors best_kernels() in csrc/cpu/kernels.cpp."""
     if all(flags.get(name) for name in ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")):
         return "avx512"

@@ -1,0 +1,94 @@
+"""Schemas, fakes and argument checks of the operators as torch sees them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from hot_compile.runtime import reference
+
+hot = torch.ops.hot
+
+
+def _product_args(terms: bool) -> tuple:
+    a, b = (torch.randint(-127, 128, (r, 64), dtype=torch.int8) for r in (6, 7))
+    extra = (torch.rand(6), torch.rand(7)) if terms else (None, None)
+    return (a, b, torch.rand(6), torch.rand(7), *extra, torch.bfloat16)
+
+
+CALLS = {
+    "quantize_rows": lambda x: (x, 4, True, True),
+    "quantize_columns": lambda x: (x, 8, 1, 8, True, True),
+    "quantize_grad": lambda x: (x, 4, True, 8, 5, True),
+    "compress_int4": lambda x: (x,),
+    "expand_int4": lambda x: reference.compress_int4(x),
+    "scaled_int_mm": lambda x: _product_args(terms=x.shape[0] > 20),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+def test_opcheck(name, layout):
+    x = {
+        "contiguous": torch.randn(20, 33),
+        "transposed": torch.randn(33, 20).t(),
+        "sliced": torch.randn(50, 66)[::2, ::2],
+    }[layout]
+    opcheck(getattr(hot, name).default, CALLS[name](x))
+
+
+def test_ops_run_on_meta_and_under_compile():
+    def step(x: torch.Tensor) -> torch.Tensor:
+        q, scale, _ = hot.quantize_columns(x, 8, 1, 8, True, False)
+        return hot.scaled_int_mm(q, q, scale, scale, None, None, x.dtype)
+
+    x = torch.randn(64, 40)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x), step(x))
+    assert step(x.to("meta")).shape == (40, 40)
+
+
+def test_results_do_not_alias_inputs():
+    a, b = (torch.randint(-127, 128, (4, 32), dtype=torch.int8) for _ in range(2))
+    copy = a.clone()
+    out = hot.scaled_int_mm(a, b, torch.ones(4), torch.ones(4), None, None, torch.float32)
+    out.zero_()
+    assert torch.equal(a, copy)
+
+
+X = torch.zeros(6, 8)
+Q = torch.zeros(6, 32, dtype=torch.int8)
+ONES = torch.ones(6)
+BF16 = torch.zeros(4, 1, dtype=torch.bfloat16)
+MISTAKES = [
+    ("quantize_rows", (torch.zeros(3), 8, True, True), r"2-D x; got 1-D \[3\]"),
+    ("quantize_rows", (X.double(), 8, True, True), "float32, bfloat16 or float16; got"),
+    ("quantize_rows", (X, 5, True, True), "bits 4 or 8; got 5"),
+    ("quantize_columns", (X, 17, 1, 8, True, True), r"rank in 0\.\.16; got 17"),
+    ("quantize_columns", (X, -1, 1, 8, True, True), r"rank in 0\.\.16; got -1"),
+    ("quantize_columns", (X, 8, 4, 8, True, True), "divides the rows of x; got tokens 4 for 6"),
+    ("quantize_columns", (X, 8, 0, 8, True, True), "got tokens 0"),
+    ("quantize_grad", (X[0], 4, True, 8, 1, True), "2-D grad_output; got 1-D"),
+    ("compress_int4", (X.int(),), "float32, bfloat16 or float16; got"),
+    ("expand_int4", (X, BF16, BF16), "packed of dtype uint8"),
+    ("expand_int4", (X[:, :3].byte(), BF16, BF16), "multiple of 16 bytes.* got 3"),
+    ("expand_int4", (torch.zeros(4, 80).byte(), BF16, BF16), r"scale of shape \[4, 2\]; got"),
+    ("scaled_int_mm", (X, Q, ONES, ONES, None, None, torch.float32), "a of dtype int8"),
+    ("scaled_int_mm", (Q, Q[:, :16], ONES, ONES, None, None, torch.float32), "of one K; got"),
+    ("scaled_int_mm", (Q, Q, ONES[:2], ONES, None, None, torch.float32), r"shape \[6\]; got"),
+    ("scaled_int_mm", (Q, Q, ONES, ONES, ONES, None, torch.float32), "both or neither"),
+    ("scaled_int_mm", (Q, Q, ONES, ONES, ONES, ONES[:1], torch.float32), "col_term of shape"),
+    ("scaled_int_mm", (Q, Q, ONES, ONES, None, None, torch.float64), "out_dtype of dtype"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "message"), MISTAKES)
+def test_mistakes_are_explained(name, args, message):
+    with pytest.raises(RuntimeError, match=message):
+        getattr(hot, name)(*args)
+
+
+def test_unknown_isa_is_refused():
+    with pytest.raises(RuntimeError, match="expected an ISA that this machine has of scalar"):
+        torch.ops.hot_isa.compress_int4(X, "sse2")
