@@ -71,6 +71,7 @@ def library_path(extension: Extension, compiler: tuple[str, ...]) -> Path:
         extension.digest(),
         " ".join(compiler),
         _compiler_version(compiler),
+        *(_compiler_version(command) for _, command in extension.compilers),
         torch.__version__,
         platform.machine(),
         sys.platform,
