@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,24 +62,30 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary of ``python_source``: tabs become spaces, anything else is dropped."""
 
 
-def python_source(limit: int = 4_000_000, held_out_every: int = 10) -> tuple[Tensor, Tensor]:
+def python_source(limit: int = 4_000_000, held_out: float = 0.1) -> tuple[Tensor, Tensor]:
     """Character ids of the standard library's own source: (training text, held-out text).
 
     Whole files are held out, so that the model cannot have seen the other half of a function.
     """
-    train, held_out, used = [], [], 0
-    for i, path in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        (held_out if i % held_out_every == 0 else train).append(text)
-        used += len(text)
-        if used >= limit:
-            break
-    if not held_out or not train:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))
+    random.Random(SPLIT_SEED).shuffle(files)
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
+    unseen = _take(texts, int(limit * held_out))
+    train = _take(texts, limit - len(unseen))
+    if len(train) < len(unseen):
         raise FileNotFoundError(
-            "got no standard library source; expected *.py files in "
-            f"{sysconfig.get_paths()['stdlib']}. Run this with an ordinary Python installation."
+            f"got {len(train)} characters of standard library source in {folder}; expected about "
+            f"{limit}. Run this with an ordinary Python installation."
         )
-    return _encode("".join(train)), _encode("".join(held_out))
+    return train, unseen
+
+
+def _take(texts: Iterator[str], count: int) -> Tensor:
+    parts: list[str] = []
+    while sum(map(len, parts)) < count and (text := next(texts, None)) is not None:
+        parts.append(text)
+    return _encode("".join(parts))[:count]
 
 
 def _encode(text: str) -> Tensor:

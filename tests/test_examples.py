@@ -1,0 +1,151 @@
+"""Every example runs as a user would run it; the data loaders read what they say."""
+
+import importlib
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+HELPERS = {"common", "data"}
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Import one example as if started with ``python examples/<name>.py``."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    torch._dynamo.reset()
+    yield importlib.import_module
+    for name in HELPERS | {p.stem for p in EXAMPLES.glob("*.py")}:
+        sys.modules.pop(name, None)
+
+
+def test_every_example_has_a_main(example):
+    for path in EXAMPLES.glob("*.py"):
+        if path.stem not in HELPERS:
+            assert callable(example(path.stem).main)
+
+
+def test_minimal(example):
+    assert 0 < example("minimal").main() < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "picture"),
+    [("train_vit_digits", "vit_digits.png"), ("train_char_gpt", "char_gpt.png")],
+)
+def test_quick_training(example, tmp_path, name, picture):
+    exact, hot = example(name).main(quick=True, out=tmp_path)
+    assert (tmp_path / picture).stat().st_size > 1000
+    assert len(exact.losses) == len(hot.losses) == 8
+    assert exact.losses[0] == pytest.approx(hot.losses[0], rel=1e-5)  # the forward is exact
+    assert exact.losses[-1] == pytest.approx(hot.losses[-1], rel=0.1)
+    assert 0 < hot.held <= exact.held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["hot"])
+def test_digits_accuracy_is_kept(example, tmp_path, recipe):
+    exact, hot = example("train_vit_digits").main(recipe=recipe, out=tmp_path)
+    assert exact.score > 0.95
+    assert abs(exact.score - hot.score) < 0.02  # one seed; the mean of three is in the benchmarks
+
+
+def test_unknown_recipe_lists_the_valid_ones(example, tmp_path):
+    with pytest.raises(Exception, match="fast"):
+        example("train_vit_digits").main(recipe="warm", quick=True, out=tmp_path)
+
+
+def test_variants_start_equal_and_see_the_same_batches(example):
+    task = example("train_vit_digits").digits_task(quick=True)
+    first, second = (next(task.batches(torch.Generator().manual_seed(3))) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_digits(example):
+    split = example("data").digits()
+    assert split.train_x.shape == (1347, 1, 32, 32)
+    assert split.held_out_x.shape == (450, 1, 32, 32)
+    assert set(split.train_y.tolist()) == set(split.held_out_y.tolist()) == set(range(10))
+
+
+def test_shifted_moves_whole_images(example):
+    shifted = example("data").shifted
+    x = torch.randn(64, 1, 8, 8)
+    moved = shifted(x, 1, torch.Generator().manual_seed(0))
+    centre = moved[:, :, 1:-1, 1:-1]
+    patches = x.unfold(2, 6, 1).unfold(3, 6, 1).flatten(2, 3)
+    assert (patches == centre.unsqueeze(2)).flatten(3).all(-1).any(-1).all()
+
+
+def test_python_source(example):
+    data = example("data")
+    train, held_out = data.python_source(limit=300_000)
+    assert train.dtype == torch.uint8
+    assert int(train.max()) < len(data.CHARACTERS)
+    assert len(held_out) == 30_000
+    assert 200_000 < len(train) <= 270_000
+    assert "import" in "".join(data.CHARACTERS[i] for i in train[:20_000].tolist())
+
+
+def test_glyphs(example):
+    data = example("data")
+    split = data.glyphs(classes=5, per_class=10, first=95)
+    assert split.train_x.shape == (40, 1, 32, 32)
+    assert split.held_out_x.shape == (10, 1, 32, 32)
+    assert torch.isfinite(split.train_x).all()
+    assert len(set(data.GLYPHS)) == len(data.GLYPHS) >= 100
+    with pytest.raises(ValueError, match="at most"):
+        data.glyphs(classes=5, first=len(data.GLYPHS))
+
+
+def test_glyphs_render_differently(example):
+    data = example("data")
+    font = data._fonts(32)[0]
+    pictures = {data._render(c, font, 32).numpy().tobytes() for c in data.GLYPHS}
+    assert len(pictures) == len(data.GLYPHS)
+
+
+def _write_cifar(path, count):
+    raw = {
+        b"data": np.random.default_rng(0).integers(0, 256, (count, 3072), dtype=np.uint8),
+        b"fine_labels": list(range(count)),
+    }
+    path.write_bytes(pickle.dumps(raw, protocol=2))
+
+
+def test_cifar100(example, tmp_path):
+    data = example("data")
+    _write_cifar(tmp_path / "train", 6)
+    _write_cifar(tmp_path / "test", 3)
+    split = data.cifar100(tmp_path)
+    assert split.train_x.shape == (6, 3, 32, 32)
+    assert split.held_out_y.tolist() == [0, 1, 2]
+    assert split.train_x.abs().max() < 3
+
+
+def test_cifar100_missing_or_hostile(example, tmp_path):
+    data = example("data")
+    with pytest.raises(FileNotFoundError, match="cifar-100-python"):
+        data.cifar100(tmp_path)
+    (tmp_path / "train").write_bytes(pickle.dumps(print))
+    with pytest.raises(pickle.UnpicklingError, match="expected only arrays"):
+        data.cifar100(tmp_path)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_image_folder(example, tmp_path, train):
+    from PIL import Image
+
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (50, 40), (200, 30, 30)).save(tmp_path / name / "0.png")
+    images = example("data").image_folder(tmp_path, size=32, train=train)
+    picture, label = images[1]
+    assert len(images) == 2
+    assert picture.shape == (3, 32, 32)
+    assert label == 1
