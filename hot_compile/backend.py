@@ -17,7 +17,7 @@ from .config import HotConfig, split_options
 from .errors import PassDisabledError
 from .inspect import Dump
 from .passes.devices import pricing
-from .passes.graph import clean_path
+from .passes.graph import clean_path, module_path
 from .passes.match import GraphInputs
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .runtime.providers import runtime_version
@@ -131,7 +131,7 @@ def _identity(
 
     Module paths count because include, exclude and override match on them.
     """
-    paths = sorted({str(node.meta.get("nn_module_stack", "")) for node in gm.graph.nodes})
+    paths = sorted({module_path(node) or "" for node in gm.graph.nodes})
     devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)})
     prices = [repr(pricing(torch.device(device))) for device in devices]
     parts = (sources_hash(), runtime_version(), config.stable_hash(), inputs, paths, prices)

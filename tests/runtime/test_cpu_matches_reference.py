@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -164,3 +168,23 @@ def test_threads_change_nothing(assert_same):
         results.append(torch.ops.hot.quantize_grad(x, 4, True, 8, 1, True))
     torch.set_num_threads(before)
     assert_same(*results)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MALLOC_PERTURB_ is glibc's")
+def test_every_byte_is_written():
+    """Some of the tests above, with fresh memory full of 0x5a instead of whatever was there."""
+    chosen = "every_rank or int4_storage or special_values or non_contiguous or of_nothing"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        __file__,
+    ]
+    environment = {**os.environ, "MALLOC_PERTURB_": "165"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,166 @@
+"""Planning is a pure function of Sites, config and rates: every rule, with its reason."""
+
+import json
+
+import pytest
+import torch
+from hot_compile.config import HotConfig
+from hot_compile.errors import PlanFormatError
+from hot_compile.passes import cost
+from hot_compile.passes.devices import RATES
+from hot_compile.passes.plan import Plan, plan
+from hot_compile.passes.site import Site, SiteNodes
+from torch import fx
+
+VNNI = RATES["cpu-vnni"]
+AMPERE_LIKE = cost.Rates(
+    exact={"float32": 1e12}, integer=4e12, int4=8e12, transform=1e12, launch=1e-6
+)
+
+
+def site(name="blocks.0.fc1", lead=(32, 197), gx=True, gw=True, refusal=None, **kwargs):
+    node = fx.Graph().placeholder("x")
+    nodes = SiteNodes(
+        x=node,
+        weight=node,
+        weight_is_io=False,
+        grad_output=node,
+        grad_input=node if gx else None,
+        grad_weight=node if gw else None,
+        grad_weight_is_io=False,
+        forward=node,
+    )
+    rows = 1
+    for size in lead:
+        rows *= size
+    facts = {
+        "rows": rows,
+        "outputs": 3072,
+        "inputs": 768,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "batched": True,
+        "head": False,
+    }
+    return Site(
+        name=name,
+        lead=lead,
+        refusal=refusal,
+        nodes=None if refusal else nodes,
+        **{**facts, **kwargs},
+    )
+
+
+def decide(one, rates=VNNI, **options):
+    (decision,) = plan([one], HotConfig.from_options(options), lambda device: rates)
+    return decision
+
+
+def test_default_recipe_stores_int4_and_multiplies_int8():
+    decision = decide(site())
+    assert decision.strategy == "int4"
+    assert decision.gx_bits == 8  # free: this device carries INT4 as INT8
+    assert decision.predicted_gain > 2
+    assert decision.bytes_after * 7 < decision.bytes_before
+
+
+def test_four_bits_where_the_device_multiplies_them_faster():
+    assert decide(site(), AMPERE_LIKE).gx_bits == 4
+    assert decide(site(), AMPERE_LIKE, gx_bits=8).gx_bits == 8
+
+
+def test_fast_groups_rows_across_the_batch():
+    decision = decide(site(), recipe="fast")
+    assert (decision.strategy, decision.rank, decision.tokens) == ("hla8", 8, 197)
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"lead": (8, 197)}, "batch of 8"),
+        ({"batched": False}, "not the batch"),
+    ],
+)
+def test_fast_falls_back_to_int4_with_a_reason(facts, why):
+    decision = decide(site(**facts), recipe="fast")
+    assert decision.strategy == "int4"
+    assert why in decision.reason
+
+
+def test_paper_takes_consecutive_rows_and_tensor_scales_whatever_the_batch():
+    decision = decide(site(lead=(2, 197), batched=False), recipe="paper")
+    assert (decision.strategy, decision.tokens, decision.gx_bits) == ("hla8", 1, 4)
+    assert not decision.per_channel
+
+
+@pytest.mark.parametrize(
+    ("one", "options", "why"),
+    [
+        (site(refusal="because"), {}, "because"),
+        (site(name="head", head=True), {}, "classifier head"),
+        (site(name="a.lora_A.default"), {}, "low-rank factor"),
+        (site(outputs=8), {}, "low-rank factor or head by shape"),
+        (site(), {"exclude": ["*.fc1"]}, "in exclude"),
+        (site(), {"include": ["*.fc2"]}, "not in include"),
+        (site(), {"recipe": "exact"}, "recipe 'exact'"),
+        (site(lead=(0, 197)), {}, "empty batch"),
+        (site(lead=(1, 2), outputs=64, inputs=64), {}, "not worth it"),
+    ],
+)
+def test_exact_always_says_why(one, options, why):
+    decision = decide(one, **options)
+    assert decision.strategy == "exact"
+    assert why in decision.reason
+
+
+def test_no_runtime_leaves_everything_exact():
+    decision = decide(site(), "no runtime for cpu: no compiler")
+    assert (decision.strategy, decision.reason) == ("exact", "no runtime for cpu: no compiler")
+
+
+def test_frozen_weight():
+    decision = decide(site(gw=False))
+    assert (decision.strategy, decision.bytes_before, decision.bytes_after) == ("gx-only", 0, 0)
+
+
+def test_last_override_wins_even_over_cost_and_head():
+    tiny = site(lead=(4, 2), outputs=32, inputs=32, head=True)
+    decision = decide(tiny, override={"*": "hla8", "blocks.*": "int8"})
+    assert decision.strategy == "int8"
+    assert decide(tiny, override={"*": "exact"}).strategy == "exact"
+
+
+def test_plan_is_json_both_ways_and_hashable():
+    chosen = plan([site(), site(name="b", gw=False)], HotConfig(), lambda device: VNNI)
+    again = Plan.from_json(json.loads(json.dumps(chosen.to_json())))
+    assert again == chosen
+    assert hash(again) == hash(chosen)
+    assert again.stable_hash() == chosen.stable_hash()
+    with pytest.raises(KeyError, match="the plan has"):
+        chosen["nothing"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"version": 0}, {"version": 1, "recipe": "hot", "decisions": [{"site": "a"}]}],
+)
+def test_a_foreign_plan_is_refused(data):
+    with pytest.raises(PlanFormatError, match="got a plan"):
+        Plan.from_json(data)
+
+
+def test_cost_is_symbolic_in_the_layers_shape():
+    expression = cost.seconds(cost.hot_cost(cost.Strategy.INT4, True, True), VNNI, "float32")
+    assert {cost.L, cost.O, cost.I} <= expression.free_symbols
+    small = cost.at(expression, cost.Shape(100, 64, 64, 4))
+    large = cost.at(expression, cost.Shape(200, 64, 64, 4))
+    assert 0 < small < large
+
+
+def test_half_length_product_is_cheaper():
+    shape = cost.Shape(25216, 768, 3072, 4)
+    cheap, full = (
+        cost.at(cost.hot_cost(s, True, True).int_ops, shape)
+        for s in (cost.Strategy.HLA8, cost.Strategy.INT4)
+    )
+    assert cheap == pytest.approx(0.75 * full)

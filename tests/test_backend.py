@@ -1,0 +1,302 @@
+"""``torch.compile(model, backend="hot")`` end to end: modes, options, hooks, caches, dumps, safety."""
+
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hot_compile.backend import hot
+from hot_compile.errors import OptionError, PassDisabledError
+from hot_compile.inspect import Reports, explain
+from hot_compile.testing import cosine, hot_step
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+ALWAYS = {"min_gain": 0, "keep_head": False}
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def gradients(model, x, **compile_options):
+    model = copy.deepcopy(model)
+    loss = torch.compile(model, **compile_options)(x).square().mean()
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def rewritten(model, x, **keywords):
+    """Number of layers rewritten when compiled with these keywords."""
+    reports = Reports()
+    backend = functools.partial(hot, recorder=reports, **keywords)
+    torch.compile(copy.deepcopy(model), backend=backend)(x).sum().backward()
+    return sum(len(graph.plan.rewritten) for graph in reports.graphs)
+
+
+def test_the_backend_is_found_by_name_without_importing_us():
+    code = (
+        "import sys, torch; m = torch.nn.Linear(8, 8);"
+        "f = torch.compile(m, backend='hot'); print('hot' in torch._dynamo.list_backends())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_gradients_agree_and_forward_is_exact():
+    model, x = mlp(), torch.randn(40, 64)
+    exact = gradients(model, x, backend="inductor")
+    ours = gradients(model, x, backend="hot", options={**ALWAYS, "recipe": "int8"})
+    assert all(cosine(a, b) > 0.98 for a, b in zip(ours, exact, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(ours, exact, strict=True))
+    y = torch.compile(model, backend="hot", options=ALWAYS)(x)
+    torch.testing.assert_close(y, model(x))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode):
+    assert rewritten(mlp(), torch.randn(40, 64), mode=mode, options=None) == 0  # too small to pay
+    loss = torch.compile(mlp(), backend="hot", mode=mode)(torch.randn(40, 64)).sum()
+    loss.backward()
+
+
+@pytest.mark.parametrize("options", [{"use_joint_graph_passes": False}])
+def test_settings_that_would_switch_us_off_raise(options):
+    with pytest.raises(PassDisabledError, match="Remove that option"):
+        hot(torch.fx.symbolic_trace(mlp()), [], options=options)
+
+
+def test_mode_lite_raises():
+    try:
+        torch._inductor.list_mode_options("lite")
+    except RuntimeError:
+        pytest.skip("this torch has no mode 'lite'")
+    with pytest.raises(PassDisabledError):
+        hot(torch.fx.symbolic_trace(mlp()), [], mode="lite")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"recipe": "nope"}, OptionError),
+        ({"hot.nope": 1}, OptionError),
+        ({"nonsense_of_inductor": 1}, RuntimeError),
+    ],
+)
+def test_bad_options_are_named(options, error):
+    with pytest.raises(error) as caught:
+        hot(torch.fx.symbolic_trace(mlp()), [], options=options)
+    assert next(iter(options)).removeprefix("hot.").split("_")[0] in str(caught.value)
+
+
+def test_inductor_options_mix_with_ours():
+    options = {**ALWAYS, "max_autotune": False, "epilogue_fusion": True}
+    assert rewritten(mlp(), torch.randn(40, 64), options=options) == 2
+
+
+class Marker(CustomGraphPass):
+    """A user's own joint pass: counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, graph):
+        self.calls += 1
+
+    def uuid(self):
+        return "marker"
+
+
+@pytest.mark.parametrize("through_options", [True, False])
+def test_a_users_own_pass_still_runs(through_options):
+    marker = Marker()
+    model, x = mlp(), torch.randn(40, 64)
+    if through_options:
+        options = {**ALWAYS, "joint_custom_pre_pass": marker}
+        assert rewritten(model, x, options=options) == 2
+    else:
+        with torch._inductor.config.patch(joint_custom_pre_pass=marker):
+            assert rewritten(model, x, options=ALWAYS) == 2
+    assert marker.calls == 1
+
+
+def test_fullgraph_and_dynamic():
+    model = mlp()
+    compiled = torch.compile(model, backend="hot", fullgraph=True, dynamic=True, options=ALWAYS)
+    for batch in (200, 300):
+        compiled(torch.randn(batch, 64)).sum().backward()
+
+
+CACHE_SCRIPT = """
+import sys, torch
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+options = {"recipe": sys.argv[1], "min_gain": 0, "keep_head": False}
+torch.compile(model, backend="hot", options=options)(torch.randn(40, 64)).sum().backward()
+seen = counters["aot_autograd"]
+print(seen["autograd_cache_hit"], seen["autograd_cache_miss"], model[0].weight.grad.sum().item())
+"""
+
+
+def test_caches_hit_for_the_same_recipe_and_miss_for_another(tmp_path):
+    def run(recipe):
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", CACHE_SCRIPT, recipe],
+            capture_output=True,
+            text=True,
+            env=env,
+            check=True,
+        )
+        hits, misses, value = done.stdout.split()
+        return int(hits), int(misses), float(value)
+
+    first = run("hot")
+    assert first[:2] == (0, 1)
+    second = run("hot")
+    assert second[:2] == (1, 0)
+    assert second[2] == first[2]  # bit-equal gradients from the cached code
+    assert run("int8")[:2] == (0, 1)
+
+
+def test_dump_writes_every_stage_even_when_the_cache_would_hit(tmp_path):
+    options = {**ALWAYS, "dump": str(tmp_path)}
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        torch.compile(mlp(), backend="hot", options=options)(torch.randn(40, 64)).sum().backward()
+    folders = sorted(tmp_path.iterdir())
+    assert [f.name for f in folders] == ["graph_000", "graph_001"]
+    for folder in folders:
+        names = {f.name for f in folder.iterdir()}
+        assert {"plan.json", "crossing.json"} < names
+        assert "hot.compress_int4" in (folder / "01.joint.after.py").read_text()
+        assert "hot.compress_int4" not in (folder / "00.joint.before.py").read_text()
+        crossing = json.loads((folder / "crossing.json").read_text())
+        assert any(c["dtype"] == "uint8" for c in crossing)
+
+
+def test_dump_by_environment_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOT_DUMP", str(tmp_path))
+    torch.compile(mlp(), backend="hot", options=ALWAYS)(torch.randn(40, 64)).sum().backward()
+    assert (tmp_path / "graph_000" / "plan.json").exists()
+
+
+def test_explain_prints_a_table_and_changes_nothing(capsys):
+    model = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Dropout(0.5), nn.Linear(96, 64))
+    x = torch.randn(40, 64)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    explanation = explain(model, x, options={"min_gain": 0})
+    printed = capsys.readouterr().out
+    assert "int4" in printed
+    assert "classifier head" in printed
+    assert "held between forward and backward" in printed
+    assert explanation.plan["0"].strategy == "int4"
+    assert json.dumps(explanation.to_json())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", ["hot", "int8", "paper"])
+def test_non_finite_activations_reach_the_gradients(value, recipe):
+    """GradScaler must see them: where exact training has non-finite gradients, so have we."""
+    model, x = mlp(), torch.randn(40, 64)
+    x[3, 5] = value
+    options = {**ALWAYS, "recipe": recipe}
+    exact = gradients(model, x, backend="inductor")
+    ours = gradients(model, x, backend="hot", options=options)
+    for got, want in zip(ours, exact, strict=True):
+        assert not got.isfinite().all() or want.isfinite().all()
+
+
+def test_zero_gradients_give_zero_gradients():
+    model, x = mlp(), torch.randn(40, 64)
+    hot_step(lambda x: (model(x) * 0).sum(), x, options=ALWAYS)
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_double_backward_says_no_like_inductor():
+    model, x = mlp(), torch.randn(40, 64, requires_grad=True)
+    messages = []
+    for backend in ("inductor", "hot"):
+        torch._dynamo.reset()
+        y = torch.compile(model, backend=backend)(x).square().sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        with pytest.raises(RuntimeError) as error:
+            grad.sum().backward()
+        messages.append(str(error.value).splitlines()[0])
+    assert messages[0] == messages[1]
+
+
+def test_functorch_transforms_do_what_inductor_does():
+    model, x = mlp(), torch.randn(8, 64)
+    params = dict(model.named_parameters())
+
+    def loss(p, row):
+        return torch.func.functional_call(model, p, (row,)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    want = per_sample(params, x)
+    got = torch.compile(per_sample, backend="hot", options=ALWAYS)(params, x)
+    for name in params:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-4)
+
+
+def test_integer_inputs_and_buffers():
+    model = nn.Sequential(nn.Embedding(50, 64), mlp())
+    ids = torch.randint(0, 50, (8, 20))
+    _, (graph,) = hot_step(lambda ids: model(ids).square().mean(), ids, options=ALWAYS)
+    assert len(graph.plan.rewritten) == 2
+    assert graph.plan.rewritten[0].gx
+
+
+def test_training_converges_like_exact():
+    """A task learnt to the same loss: 60 AdamW steps on a fixed regression problem."""
+    x = torch.randn(256, 64)
+    y = torch.tanh(x @ torch.randn(64, 64) / 8)
+    losses = {}
+    for backend, options in (("inductor", None), ("hot", ALWAYS)):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        compiled = torch.compile(model, backend=backend, options=options)
+        for _ in range(60):
+            loss = F.mse_loss(compiled(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[backend] = loss.item()
+    assert losses["hot"] == pytest.approx(losses["inductor"], rel=0.02)
+
+
+def test_without_a_compiler_training_stays_exact_and_says_so():
+    code = """
+import logging, torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+from hot_compile.inspect import explain
+e = explain(model, torch.randn(40, 64), options={"min_gain": 0})
+assert not e.plan.rewritten
+assert "no runtime for cpu" in e.plan["0"].reason
+"""
+    env = {**os.environ, "CXX": "/nowhere/compiler"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "stays exact" in done.stderr

@@ -1,0 +1,81 @@
+"""Options: recipes, overrides, and errors that say what is valid."""
+
+import dataclasses
+
+import pytest
+from hot_compile.config import RECIPES, HotConfig, Rows, Strategy, option_names, split_options
+from hot_compile.errors import OptionError
+
+
+def test_options_lie_over_the_recipe():
+    config = HotConfig.from_options({"recipe": "fast", "hot.exclude": "head*", "rank": 4})
+    assert config.strategies == (Strategy.HLA8, Strategy.INT4)
+    assert config.exclude == ("head*",)
+    assert config.rank == 4
+    assert config.rows is Rows.BATCH
+
+
+def test_paper_is_the_papers_text():
+    paper = RECIPES["paper"]
+    assert paper.strategies == (Strategy.HLA8,)
+    assert (paper.gx_bits, paper.rank, paper.per_channel) == (4, 8, False)
+    assert paper.rows is Rows.CONSECUTIVE
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"recipes": "hot"}, "valid ones of ours are"),
+        ({"hot.nonsense": 1}, "valid ones of ours are"),
+        ({"recipe": "turbo"}, "'exact', 'fast', 'hot', 'int8', 'paper'"),
+        ({"recipe": ["hot"]}, "one of"),
+        ({"gx_bits": 5}, "[4, 8, None]"),
+        ({"gx_bits": True}, "[4, 8, None]"),
+        ({"rank": 3}, "[1, 2, 4, 8, 16]"),
+        ({"rows": "column"}, "'batch', 'consecutive'"),
+        ({"override": {"a": "int3"}}, "'hla8', 'int4', 'int8', 'gx-only', 'exact'"),
+        ({"override": "int8"}, "{glob: strategy}"),
+        ({"exclude": 3}, "glob"),
+        ({"strategies": []}, "list of strategies"),
+        ({"min_gain": -1}, "number >= 0"),
+        ({"min_gain": "a lot"}, "number >= 0"),
+        ({"keep_head": 1}, "[True, False]"),
+        ({"dump": 3}, "folder's path"),
+    ],
+)
+def test_bad_values_name_the_valid_ones(options, says):
+    with pytest.raises(OptionError) as error:
+        HotConfig.from_options(options)
+    assert says in str(error.value)
+    assert "got" in str(error.value)
+
+
+def test_every_option_has_a_parser_and_no_inductor_namesake():
+    import torch._inductor.config as inductor
+
+    assert option_names() == {f.name for f in dataclasses.fields(HotConfig)}
+    assert not [name for name in option_names() if hasattr(inductor, name)]
+    ours, theirs = split_options({"recipe": "hot", "hot.rank": 8, "max_autotune": True})
+    assert ours == {"recipe": "hot", "hot.rank": 8}
+    assert theirs == {"max_autotune": True}
+
+
+def test_hash_sees_every_field():
+    base = HotConfig()
+    changed = {
+        "recipe": "fast",
+        "strategies": (Strategy.INT8,),
+        "gx_bits": 4,
+        "per_channel": False,
+        "rank": 4,
+        "rows": Rows.CONSECUTIVE,
+        "include": ("a",),
+        "exclude": ("a",),
+        "override": (("a", Strategy.INT8),),
+        "keep_head": False,
+        "min_gain": 2.0,
+        "dump": "x",
+    }
+    assert changed.keys() == option_names()
+    hashes = {dataclasses.replace(base, **{k: v}).stable_hash() for k, v in changed.items()}
+    assert len(hashes | {base.stable_hash()}) == len(changed) + 1

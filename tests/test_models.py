@@ -1,0 +1,148 @@
+"""Real models on real data, a few steps into training: every Linear rewritten or refused with a
+reason, gradients close to exact, and what crosses to the backward is what the plan says.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hot_compile.testing import cosine, hot_step
+from sklearn.datasets import load_digits
+from torch import nn
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+SIZE = 64
+
+
+def digit_batch(count=32):
+    """Scikit-learn's real digits as RGB images of SIZE pixels."""
+    data = load_digits()
+    images = torch.tensor(data.images[:count], dtype=torch.float32)[:, None] / 8 - 1
+    images = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear").expand(-1, 3, -1, -1)
+    return images.contiguous(), torch.tensor(data.target[:count])
+
+
+def text_batch(count=16, length=64):
+    """Python's own source, as bytes."""
+    source = torch.frombuffer(bytearray(open(copy.__file__, "rb").read()), dtype=torch.uint8)
+    return source[: count * length].long().view(count, length)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.model(x), y)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        logits = self.model(ids, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_layer=3,
+        n_embd=192,
+        n_head=3,
+        vocab_size=256,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return LanguageModel(transformers.GPT2LMHeadModel(config)), (text_batch(),)
+
+
+def vision(name, **kwargs):
+    model = timm.create_model(name, img_size=SIZE, num_classes=10, **kwargs)
+    return WithLoss(model), digit_batch()
+
+
+MODELS = {
+    "vit_tiny": lambda: vision("vit_tiny_patch16_224"),
+    "deit_tiny": lambda: vision("deit_tiny_patch16_224"),
+    "mixer": lambda: vision("mixer_s32_224"),
+    "swin_tiny": lambda: vision("swin_tiny_patch4_window7_224", window_size=2, depths=(2, 2, 2, 2)),
+    "gpt2_conv1d": gpt2,
+}
+
+
+def warm(model, inputs, steps=12):
+    """A few exact training steps: gradients at initialisation say little (docs: LQS)."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(*inputs).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def linears(model):
+    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
+    return {name for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request):
+    torch.manual_seed(0)
+    model, inputs = MODELS[request.param]()
+    warm(model, inputs)
+    model(*inputs).backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return model, inputs, exact
+
+
+@pytest.mark.parametrize(("recipe", "floor"), [("int8", 0.98), ("hot", 0.95)])
+def test_every_linear_is_rewritten_and_gradients_are_close(trained, recipe, floor):
+    model, inputs, exact = trained
+    model.zero_grad()
+    options = {"recipe": recipe, "min_gain": 0}
+    _, (graph,) = hot_step(model, *inputs, options=options)
+    decisions = {d.site: d for d in graph.plan}
+    assert linears(model) <= decisions.keys()
+    assert all(d.reason for d in graph.plan if d.strategy == "exact")
+    left = {name for name in linears(model) if decisions[name].strategy == "exact"}
+    assert len(left) <= 1, left  # the classifier head
+    for name, parameter in model.named_parameters():
+        if exact[name].norm() > 1e-9:  # e.g. a key's bias, whose true gradient is zero
+            assert cosine(parameter.grad, exact[name]) >= floor, name
+
+
+def test_saved_tensors_are_packed(trained):
+    model, inputs, _ = trained
+    model.zero_grad()
+    _, (graph,) = hot_step(model, *inputs, options={"min_gain": 0})
+    packed = [c for c in graph.crossing if c.dtype == "uint8"]
+    assert packed
+    widths = {c.shape[0]: c for c in packed}
+    for c in packed:  # [I, L/2]: half a byte a value
+        assert c.bytes == int(c.shape[0]) * int(c.shape[1])
+    assert widths
+    _, (exact,) = hot_step(model, *inputs, options={"recipe": "exact"})
+    held = [sum(c.bytes for c in g.crossing) for g in (graph, exact)]
+    assert held[0] < 0.8 * held[1]
+
+
+def test_a_compiled_step_runs_and_matches_its_uncompiled_graph(trained):
+    """Lowered by Inductor, the same graph gives the same loss and near-equal gradients."""
+    model, inputs, exact = trained
+    if "swin" in type(model.model).__name__.lower():
+        pytest.skip("a minute of code generation; the other models cover lowering")
+    model.zero_grad()
+    loss, _ = hot_step(model, *inputs, options={"min_gain": 0}, lower=True)
+    torch.testing.assert_close(loss, model(*inputs).detach(), rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        if exact[name].norm() > 1e-9:
+            assert cosine(parameter.grad, exact[name]) >= 0.95, name
