@@ -172,7 +172,7 @@ def compress_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows, cols = x.shape
     groups = (rows + INT4_GROUP - 1) // INT4_GROUP
-    full = x.float().t()
+    full = x.float().t().contiguous()
     if rows < groups * INT4_GROUP:  # repeat the last row: it changes no minimum and no maximum
         tail = full[:, -1:].expand(cols, groups * INT4_GROUP - rows)
         full = torch.cat((full, tail), 1)

@@ -7,8 +7,7 @@ namespace {
 
 #ifdef HOT_X86
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // all of these have F16C
 }
 
 bool has_avx512() {
