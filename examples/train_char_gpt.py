@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BATCH = 16
-STEPS = 200
+STEPS = 400
 CONTEXT = 128
 LEARNING_RATE = 2e-3
 HELD_OUT_BATCHES = 16
