@@ -1,12 +1,12 @@
-"""Schemas and fakes of every ``hot::`` operator. Importing this registers them; it imports torch only.
+"""Schemas and fakes of every ``hot::`` operator. Importing this registers them.
 
 Notation (paper, section 3): a layer is y = x W^T with L rows, I inputs, O outputs.
 g_x = g_y W contracts O; g_w = g_y^T x contracts L. Quantised operands are written contiguous
 along the contracted dimension, which is what integer tensor cores and VNNI read fastest.
 
-Each operator is *defined* by the function of the same name in ``reference.py``; providers (CPU, CUDA)
-match it bitwise on integers and scales. All operators are functional, return fresh contiguous
-tensors, draw no random numbers and read nothing back to the host.
+Each operator is *defined* by the function of the same name in ``reference.py``; providers (CPU,
+CUDA) match it bitwise on integers and scales. All operators are functional, return fresh contiguous
+tensors, draw no random numbers and read nothing back to the host. This file imports torch only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ INT4_GROUP = 128
 """Rows that share one scale and minimum in packed INT4 storage."""
 
 SCHEMAS = {
-    "quantize_rows": "(Tensor x, int bits, bool per_row, bool stochastic) -> (Tensor q, Tensor scale)",
+    "quantize_rows": (
+        "(Tensor x, int bits, bool per_row, bool stochastic) -> (Tensor q, Tensor scale)"
+    ),
     "quantize_columns": (
         "(Tensor x, int rank, SymInt tokens, int bits, bool per_column, bool stochastic)"
         " -> (Tensor q, Tensor scale, Tensor total)"

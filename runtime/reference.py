@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ops import CONTRACT_ALIGN, HADAMARD_ORDER, INT4_GROUP, contracted_rows, round_up
+from hot_compile.runtime.ops import (
+    CONTRACT_ALIGN,
+    HADAMARD_ORDER,
+    INT4_GROUP,
+    contracted_rows,
+    round_up,
+)
 
 TINY = 2.0**-116
 """A granule whose absmax is below this quantises to zeros, so that no reciprocal overflows."""
@@ -126,12 +132,12 @@ def quantize_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Transform along the rows, quantise per column, write transposed (K contiguous).
 
-    x: [R, C] float with R a multiple of ``tokens``. rank 0: no transform; 1..16: HLA(rank) in groups
-    of 16 rows, see ``_transform_rows`` (16 is the full transform). Returns q int8 [C, K] with
-    K = ``contracted_rows(R, rank, tokens)`` (tail zero), scale fp32 [C] and total fp32 [C] =
+    x: [R, C] float with R a multiple of ``tokens``. rank 0: no transform; 1..16: HLA(rank) in
+    groups of 16 rows, see ``_transform_rows`` (16 is the full transform). Returns q int8 [C, K]
+    with K = ``contracted_rows(R, rank, tokens)`` (tail zero), scale fp32 [C] and total fp32 [C] =
     scale * (sum of q over K), the rank-1 companion of a zero point on the other operand.
     """
-    rows, cols = x.shape
+    rows = x.shape[0]
     values = x.float() if rank == 0 else _transform_rows(x.float(), rank, tokens)
     scale, reciprocal = scale_of(_absmax(values, 0, per_column), bits)
     values = _pad_rows(values, contracted_rows(rows, rank, tokens)).t().contiguous()
@@ -144,8 +150,8 @@ def quantize_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Both quantised forms of grad_output [L, O]: for g_x (rows) and for g_w (columns, INT8).
 
-    ``quantize_rows`` and ``quantize_columns`` with stochastic rounding, fused so that a provider can
-    read grad_output once.
+    ``quantize_rows`` and ``quantize_columns`` with stochastic rounding, one operator so that a
+    provider can share the reading of grad_output.
     """
     return (
         *quantize_rows(grad_output, row_bits, per_row, True),
@@ -167,8 +173,8 @@ def compress_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns packed uint8 [C, round_up(R, 32) / 2] (row 2k in the low nibble of byte k, row 2k+1 in
     the high one; padding 0), scale and minimum bf16 [C, groups], rounded outward so that the grid
-    covers the group. value ~ q * scale + minimum with q in 0..15. A group that holds inf or NaN gets
-    minimum NaN and q = 0.
+    covers the group. value ~ q * scale + minimum with q in 0..15. A group that holds inf or NaN
+    gets minimum NaN and q = 0.
     """
     rows, cols = x.shape
     groups = (rows + INT4_GROUP - 1) // INT4_GROUP
