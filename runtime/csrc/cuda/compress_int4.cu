@@ -57,23 +57,25 @@ template <class T>
 struct CompressShared {
   Tile<T> tile;
   float low[kGroups][Tile<T>::kColumns], high[kGroups][Tile<T>::kColumns];
-  float reciprocal[Tile<T>::kColumns];
+  float minimum[Tile<T>::kColumns], reciprocal[Tile<T>::kColumns];
 };
 
+// One thread per column: the group's grid from the extremes of its 8 parts.
 template <class T>
 __device__ void find_groups(const CompressTask& task, CompressShared<T>& shared, int64_t first,
                             int64_t tile) {
-  int64_t column = first + threadIdx.x;
-  if (threadIdx.x >= Tile<T>::kColumns) return;
-  float low = shared.low[0][threadIdx.x], high = shared.high[0][threadIdx.x];
+  int i = threadIdx.x;
+  if (i >= Tile<T>::kColumns) return;
+  float low = shared.low[0][i], high = shared.high[0][i];
 #pragma unroll
   for (int g = 1; g < kGroups; ++g) {
-    low = min_nan(low, shared.low[g][threadIdx.x]);
-    high = max_nan(high, shared.high[g][threadIdx.x]);
+    low = min_nan(low, shared.low[g][i]);
+    high = max_nan(high, shared.high[g][i]);
   }
   Group group = group_of(low, high);
-  shared.low[0][threadIdx.x] = group.low;
-  shared.reciprocal[threadIdx.x] = group.reciprocal;
+  shared.minimum[i] = group.low;
+  shared.reciprocal[i] = group.reciprocal;
+  int64_t column = first + Tile<T>::column_at(i);
   if (column >= task.columns) return;
   int64_t groups = (task.rows + kTileRows - 1) / kTileRows;
   task.scale[column * groups + tile] = group.scale;
@@ -81,60 +83,76 @@ __device__ void find_groups(const CompressTask& task, CompressShared<T>& shared,
 }
 
 template <class T>
-__device__ void keep_extremes(CompressShared<T>& shared, int group, int lane,
-                              const float (&v)[Tile<T>::kPerThread][kOrder], int valid) {
+__device__ void keep_extremes(CompressShared<T>& shared, int group, int lane, int valid) {
+  float v[Tile<T>::kPerThread][kOrder];
+  shared.tile.read_columns(group, lane, v);
 #pragma unroll
   for (int c = 0; c < Tile<T>::kPerThread; ++c) {
     float low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kOrder; ++i) {
-      if (i >= valid) continue;
+      if (valid < kOrder && i >= valid) continue;
       low = min_nan(low, v[c][i]);
       high = max_nan(high, v[c][i]);
     }
-    shared.low[group][lane * Tile<T>::kPerThread + c] = low;
-    shared.high[group][lane * Tile<T>::kPerThread + c] = high;
+    shared.low[group][c * 32 + lane] = low;
+    shared.high[group][c * 32 + lane] = high;
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) compress_int4_kernel(const __grid_constant__ CompressTask task) {
+__device__ void pack(CompressShared<T>& shared, int group, int lane, int valid) {
   constexpr int kPer = Tile<T>::kPerThread;
   using Out = Transposed<8, Tile<T>::kColumns>;
-  __shared__ CompressShared<T> shared;
-  int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
-  int64_t tile = blockIdx.x / strips, first = blockIdx.x % strips * Tile<T>::kColumns;
-  int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-  int64_t left = task.rows - tile * kTileRows - group * kOrder;
-  int valid = left >= kOrder ? kOrder : left > 0 ? static_cast<int>(left) : 0;
-  shared.tile.find_rows({task.rows, 1, (task.rows + kOrder - 1) / kOrder}, tile * kGroups);
-  shared.tile.load(static_cast<const T*>(task.x), task.stride, task.columns, first, task.vectors);
+  Out& out = *reinterpret_cast<Out*>(shared.tile.data);  // its values are in registers by then
+  uint64_t keep = valid == kOrder ? ~0ull : (1ull << 4 * valid) - 1;
   float v[kPer][kOrder];
   shared.tile.read_columns(group, lane, v);
-  keep_extremes<T>(shared, group, lane, v, valid);
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < kPer; ++c) {
+    float reciprocal = shared.reciprocal[c * 32 + lane];
+    uint2 words = pack_nibbles(v[c], shared.minimum[c * 32 + lane], reciprocal);
+    uint64_t mask = reciprocal == 0.0f ? 0 : keep;
+    words.x &= static_cast<uint32_t>(mask);
+    words.y &= static_cast<uint32_t>(mask >> 32);
+    *reinterpret_cast<uint2*>(out.chunk(lane * kPer + c, group)) = words;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4)
+    compress_int4_kernel(const __grid_constant__ CompressTask task) {
+  __shared__ CompressShared<T> shared;
+  uint32_t tile = tile_index(), rows = static_cast<uint32_t>(task.rows);
+  if (int64_t{tile} * kTileRows >= task.rows) return;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * Tile<T>::kColumns;
+  int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+  int left = static_cast<int>(min(task.rows - int64_t{tile} * kTileRows, int64_t{kTileRows})) -
+             group * kOrder;
+  int valid = min(max(left, 0), kOrder);
+  Matrix x = {task.x, rows, rows, 1, static_cast<uint32_t>(task.stride * sizeof(T)), task.columns,
+              task.vectors};
+  shared.tile.start(x, tile * kGroups, first);
+  shared.tile.wait();
+  __syncthreads();
+  keep_extremes<T>(shared, group, lane, valid);
   __syncthreads();
   find_groups(task, shared, first, tile);
   __syncthreads();
-  Out& out = *reinterpret_cast<Out*>(shared.tile.data);
-#pragma unroll
-  for (int c = 0; c < kPer; ++c) {
-    int column = lane * kPer + c;
-    float reciprocal = shared.reciprocal[column];
-    uint2 words = pack_nibbles(v[c], shared.low[0][column], reciprocal);
-    uint64_t mask = reciprocal == 0.0f ? 0 : valid == kOrder ? ~0ull : (1ull << 4 * valid) - 1;
-    words.x &= static_cast<uint32_t>(mask);
-    words.y &= static_cast<uint32_t>(mask >> 32);
-    *reinterpret_cast<uint2*>(out.chunk(column, group)) = words;
-  }
+  pack<T>(shared, group, lane, valid);
   __syncthreads();
-  out.store(task.packed, task.columns, task.packed_length, first, tile * (kTileRows / 2));
+  using Out = Transposed<8, Tile<T>::kColumns>;
+  reinterpret_cast<Out*>(shared.tile.data)
+      ->store(task.packed, static_cast<uint32_t>(task.columns), static_cast<uint32_t>(task.packed_length),
+              static_cast<uint32_t>(first), tile * (kTileRows / 2));
 }
 
 template <class T>
 void launch(const CompressTask& task) {
   int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
   int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
-  compress_int4_kernel<T><<<grid_size(tiles * strips), kThreads, 0, task.stream>>>(task);
+  compress_int4_kernel<T><<<strips_by_tiles(strips, tiles), kThreads, 0, task.stream>>>(task);
   check_launch("compress_int4");
 }
 

@@ -1,5 +1,5 @@
-// expand_int4: one block per column. A group's 16 levels become 16 bytes in four registers, and a
-// byte permute looks four nibbles up at once.
+// expand_int4: one block per column. A group's 16 levels become 16 bytes in shared memory, and a byte
+// permute looks four nibbles up at once.
 #include "int4.hpp"
 #include "launch.cuh"
 #include "numeric.cuh"
@@ -8,7 +8,9 @@ namespace hot {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectorsPerGroup = 4;  // 128 nibbles are four 16-byte vectors
+constexpr int kGroupsAtOnce = 512;  // whose levels are in shared memory
+constexpr int kPerGroup = 8;        // 128 nibbles are eight reads of 8 bytes
+constexpr int kUnroll = 4;          // reads in flight per thread
 
 __device__ inline float from_bf16(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
 
@@ -78,36 +80,50 @@ __device__ inline uint32_t look_up(uint32_t nibbles, const uint32_t (&table)[4])
   return __byte_perm(low, high, (nibbles >> 1 & 0x4444) | 0x3210);
 }
 
-__device__ inline uint4 look_up_half(uint32_t first, uint32_t second, const uint32_t (&table)[4]) {
-  return make_uint4(look_up(first, table), look_up(first >> 16, table), look_up(second, table),
-                    look_up(second >> 16, table));
+__device__ inline uint4 look_up_16(uint2 nibbles, const uint32_t (&table)[4]) {
+  return make_uint4(look_up(nibbles.x, table), look_up(nibbles.x >> 16, table),
+                    look_up(nibbles.y, table), look_up(nibbles.y >> 16, table));
+}
+
+// Levels of groups `first` ... of the column, four bytes per thread and step.
+__device__ void fill_table(const ExpandTask& task, int64_t column, int64_t first, int groups,
+                           const ColumnGrid& grid, uint4 (&table)[kGroupsAtOnce]) {
+  for (int i = threadIdx.x; i < groups * 4; i += kThreads) {
+    int64_t at = column * task.groups + first + i / 4;
+    uint32_t bytes = levels(i % 4, from_bf16(task.scale[at]), from_bf16(task.minimum[at]), grid);
+    reinterpret_cast<uint32_t*>(table)[i] = bytes;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) expand_int4_kernel(const __grid_constant__ ExpandTask task) {
-  int64_t column = blockIdx.x;
+  __shared__ uint4 tables[kGroupsAtOnce];
+  int64_t column = blockIdx.x, reads = task.packed_length / 8;
+  const uint2* packed = reinterpret_cast<const uint2*>(task.packed + column * task.packed_length);
+  uint4* q = reinterpret_cast<uint4*>(task.q + column * task.packed_length * 2);
   ColumnGrid grid = find_grid(task, column);
   if (threadIdx.x == 0) {
     task.column_scale[column] = grid.scale;
     task.zero[column] = grid.zero;
   }
-  int64_t vectors = task.packed_length / 16;
-  const uint4* packed = reinterpret_cast<const uint4*>(task.packed + column * task.packed_length);
-  uint4* q = reinterpret_cast<uint4*>(task.q + column * task.packed_length * 2);
-  for (int64_t start = 0; start < vectors; start += kThreads) {
-    int64_t i = start + threadIdx.x, group = i / kVectorsPerGroup;
-    bool inside = i < vectors;
-    uint4 in = inside ? packed[i] : make_uint4(0, 0, 0, 0);
-    float step = 0.0f, low = 0.0f;
-    if (group < task.groups) {
-      step = from_bf16(task.scale[column * task.groups + group]);
-      low = from_bf16(task.minimum[column * task.groups + group]);
-    }
-    uint32_t mine = levels(threadIdx.x % 4, step, low, grid), table[4];
+  for (int64_t first = 0; first < task.groups; first += kGroupsAtOnce) {
+    int groups = static_cast<int>(min(task.groups - first, int64_t{kGroupsAtOnce}));
+    fill_table(task, column, first, groups, grid, tables);
+    __syncthreads();
+    int count = static_cast<int>(min(reads - first * kPerGroup, int64_t{groups * kPerGroup}));
+    for (int start = threadIdx.x; start < count; start += kUnroll * kThreads) {
+      uint2 in[kUnroll];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) table[t] = __shfl_sync(~0u, mine, t, 4);
-    if (!inside) continue;
-    q[2 * i] = look_up_half(in.x, in.y, table);
-    q[2 * i + 1] = look_up_half(in.z, in.w, table);
+      for (int u = 0; u < kUnroll; ++u)
+        if (start + u * kThreads < count) in[u] = __ldcs(packed + first * kPerGroup + start + u * kThreads);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        int i = start + u * kThreads;
+        if (i >= count) break;
+        uint4 table = tables[i / kPerGroup];
+        q[first * kPerGroup + i] = look_up_16(in[u], {table.x, table.y, table.z, table.w});
+      }
+    }
+    __syncthreads();
   }
 }
 

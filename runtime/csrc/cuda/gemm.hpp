@@ -33,7 +33,8 @@ using GemmKernel = void (*)(const GemmProblem&);
 HOT_GEMM_SM90(bf16_128x128);
 HOT_GEMM_SM90(bf16_128x256);
 HOT_GEMM_SM90(s32_128x128);
-HOT_GEMM_SM90(s32_128x256);
+HOT_GEMM_SM90(bf16_128x192);
+HOT_GEMM_SM90(bf16_64x128);
 #undef HOT_GEMM_SM90
 
 void gemm_sm80_s32(const GemmProblem&);

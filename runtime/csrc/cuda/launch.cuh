@@ -21,4 +21,17 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
+// Blocks for strips x tiles, strips fastest: neighbours in time are neighbours along a row.
+constexpr unsigned kMostY = 65535;
+
+inline dim3 strips_by_tiles(int64_t strips, int64_t tiles) {
+  unsigned z = grid_size((tiles + kMostY - 1) / kMostY);
+  if (z > kMostY) throw std::runtime_error("hot: tensor has too many rows");
+  return dim3(grid_size(strips), static_cast<unsigned>(tiles < kMostY ? tiles : kMostY), z);
+}
+
+#ifdef __CUDACC__
+__device__ inline uint32_t tile_index() { return blockIdx.z * kMostY + blockIdx.y; }
+#endif
+
 }  // namespace hot

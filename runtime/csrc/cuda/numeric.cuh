@@ -73,16 +73,18 @@ __host__ __device__ constexpr uint32_t low_pass_mask(int rank) {
   return mask;
 }
 
-struct Grid {
-  float scale, reciprocal;
-};
-
-// reference.scale_of, from absmax as the bits of a non-negative float (NaN above infinity).
-__device__ inline Grid grid_of(uint32_t absmax_bits, float qmax) {
+// reference.scale_of in two halves, from absmax as the bits of a non-negative float (NaN above
+// infinity): a granule below kTiny is zeros, one with infinity or NaN has scale NaN and zeros.
+__device__ inline float scale_of(uint32_t absmax_bits, float qmax) {
   float absmax = __uint_as_float(absmax_bits);
-  if (absmax < kTiny) return {0.0f, 0.0f};
-  if (absmax_bits >= 0x7f800000u) return {__uint_as_float(0x7fc00000u), 0.0f};
-  return {__fdiv_rn(absmax, qmax), __fdiv_rn(qmax, absmax)};
+  if (absmax_bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
+  return absmax < kTiny ? 0.0f : __fdiv_rn(absmax, qmax);
+}
+
+__device__ inline float reciprocal_of(uint32_t absmax_bits, float qmax) {
+  float absmax = __uint_as_float(absmax_bits);
+  bool usable = absmax >= kTiny && absmax_bits < 0x7f800000u;
+  return usable ? __fdiv_rn(qmax, absmax) : 0.0f;
 }
 
 // True when 4v * (r/4) has the integer of (4v/4) * r: no product that matters is subnormal.
@@ -95,9 +97,10 @@ __device__ inline bool folds_quarter(float reciprocal) {
 template <bool kStochastic>
 __device__ inline uint32_t round_to_byte(float t, uint32_t place, float least) {
   if (!kStochastic) return __float_as_uint(__fadd_rn(t, 12582912.0f));
-  uint32_t mixed = (__float_as_uint(t) ^ place) * kMixHash;
-  float dither = __uint_as_float(0x3f800000u | ((mixed >> 9) & 0x7ff000u));
-  float s = fmaxf(__fadd_rn(t, dither), least);
+  uint32_t mixed = (__float_as_uint(t) ^ place) * kMixHash, dither;
+  // (mixed >> 9 & 0x7ff000) | 1.0f in one instruction: left alone, the compiler makes two of it.
+  asm("lop3.b32 %0, %1, 0x7ff000, %2, 0xEA;" : "=r"(dither) : "r"(mixed >> 9), "r"(0x3f800000u));
+  float s = fmaxf(__fadd_rn(t, __uint_as_float(dither)), least);
   return __float_as_uint(__fadd_rd(s, 12582911.0f));
 }
 

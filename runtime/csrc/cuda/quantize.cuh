@@ -11,27 +11,22 @@ namespace hot {
 
 enum Columns { kNone = -2, kAnyRank = -1, kPlain = 0, kLowPass8 = 8, kFull = 16 };
 
-template <int kColumnsMode>
-__device__ inline uint32_t kept_mask(int rank) {
-  return kColumnsMode == kAnyRank ? low_pass_mask(rank) : low_pass_mask(kColumnsMode);
-}
-
-struct Place {
-  int64_t tile, strip;
-};
-
-template <class T>
-__device__ inline Place place_of(const QuantizeTask& task, int64_t block) {
-  int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
-  return {block / strips, block % strips};
+__device__ inline Matrix matrix_of(const QuantizeTask& task, uint32_t element) {
+  return {task.x,
+          static_cast<uint32_t>(task.rows),
+          static_cast<uint32_t>(task.samples),
+          static_cast<uint32_t>(task.tokens),
+          static_cast<uint32_t>(task.stride) * element,
+          task.columns,
+          task.vectors};
 }
 
 template <class T>
 __device__ void rows_absmax(const QuantizeTask& task, const Tile<T>& tile) {
   constexpr int kBlocks = Tile<T>::kColumns / kOrder;
+  int block = threadIdx.x % kBlocks;
 #pragma unroll
-  for (int item = threadIdx.x; item < kTileRows * kBlocks; item += kThreads) {
-    int r = item / kBlocks, block = item % kBlocks;
+  for (int r = threadIdx.x / kBlocks; r < kTileRows; r += kThreads / kBlocks) {
     float v[kOrder];
     tile.read_row(r, block, block & 4, v);
     hadamard_times_4(v);
@@ -40,8 +35,9 @@ __device__ void rows_absmax(const QuantizeTask& task, const Tile<T>& tile) {
     for (int i = 0; i < kOrder; ++i) most = max_nan(most, fabsf(v[i]));
 #pragma unroll
     for (int d = 1; d < kBlocks; d *= 2) most = max_nan(most, __shfl_xor_sync(~0u, most, d));
-    if (block == 0 && tile.row[r] >= 0)
-      atomicMax(task.row_absmax + (task.per_row ? tile.row[r] : 0),
+    int row = tile.row[r];
+    if (block == 0 && row >= 0)
+      atomicMax(task.row_absmax + (task.per_row ? row : 0),
                 __float_as_uint(__fmul_rn(most, 0.25f)));
   }
 }
@@ -58,84 +54,88 @@ __device__ inline float column_absmax(float (&v)[kOrder], uint32_t kept) {
 }
 
 template <class T, int kColumnsMode>
-__device__ void columns_absmax(const QuantizeTask& task, const Tile<T>& tile, int64_t first) {
+__device__ void columns_absmax(const QuantizeTask& task, const Tile<T>& tile, uint32_t* most,
+                               int64_t first) {
   constexpr int kPer = Tile<T>::kPerThread;
-  __shared__ uint32_t most[Tile<T>::kColumns];
-  if (threadIdx.x < Tile<T>::kColumns) most[threadIdx.x] = 0;
-  __syncthreads();
   int lane = threadIdx.x % 32;
-  uint32_t kept = kept_mask<kColumnsMode>(task.rank);
+  uint32_t kept = low_pass_mask(kColumnsMode == kAnyRank ? task.rank : kColumnsMode);
   float v[kPer][kOrder];
   tile.read_columns(threadIdx.x / 32, lane, v);
 #pragma unroll
   for (int c = 0; c < kPer; ++c)
-    atomicMax(most + lane * kPer + c, __float_as_uint(column_absmax<kColumnsMode>(v[c], kept)));
+    atomicMax(most + c * 32 + lane, __float_as_uint(column_absmax<kColumnsMode>(v[c], kept)));
   __syncthreads();
-  int64_t column = first + threadIdx.x;
+  int64_t column = first + Tile<T>::column_at(threadIdx.x);
   if (threadIdx.x < Tile<T>::kColumns && column < task.columns)
     atomicMax(task.column_absmax + (task.per_column ? column : 0), most[threadIdx.x]);
 }
 
 template <class T, bool kRows, int kColumnsMode>
-__global__ void __launch_bounds__(kThreads) absmax_kernel(const __grid_constant__ QuantizeTask task) {
+__global__ void __launch_bounds__(kThreads, 4)
+    absmax_kernel(const __grid_constant__ QuantizeTask task, uint32_t tiles) {
   __shared__ Tile<T> tile;
-  Place place = place_of<T>(task, blockIdx.x);
-  int64_t first = place.strip * Tile<T>::kColumns;
-  tile.find_rows({task.rows, task.tokens, task.blocks}, place.tile * kGroups);
-  tile.load(static_cast<const T*>(task.x), task.stride, task.columns, first, task.vectors);
+  __shared__ uint32_t most[Tile<T>::kColumns];
+  if (tile_index() >= tiles) return;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * Tile<T>::kColumns;
+  tile.start(matrix_of(task, sizeof(T)), tile_index() * kGroups, first);
+  if (kColumnsMode != kNone && threadIdx.x < Tile<T>::kColumns) most[threadIdx.x] = 0;
+  tile.wait();
+  __syncthreads();
   if (kRows) rows_absmax(task, tile);
-  if constexpr (kColumnsMode != kNone) columns_absmax<T, kColumnsMode>(task, tile, first);
+  if constexpr (kColumnsMode != kNone) columns_absmax<T, kColumnsMode>(task, tile, most, first);
 }
 
-// The reciprocals a tile needs, and the scales it is the one to write.
+// The reciprocals a tile needs; the scales too, where this tile is the one to write them.
 template <class T>
 struct Reciprocals {
   float row[kTileRows];
   float column[Tile<T>::kColumns];
   int32_t sum[Tile<T>::kColumns];
 
-  __device__ void find_row(const QuantizeTask& task, const Tile<T>& tile, bool write) {
-    int64_t r = threadIdx.x < kTileRows ? tile.row[threadIdx.x] : -1;
+  __device__ void find_row(const QuantizeTask& task, const Tile<T>& tile) {
+    int r = threadIdx.x < kTileRows ? tile.row[threadIdx.x] : -1;
     if (r < 0) return;
-    Grid grid = grid_of(task.row_absmax[task.per_row ? r : 0], task.row_qmax);
-    row[threadIdx.x] = grid.reciprocal;
-    if (write) task.row_scale[r] = grid.scale;
+    uint32_t absmax = task.row_absmax[task.per_row ? r : 0];
+    row[threadIdx.x] = reciprocal_of(absmax, task.row_qmax);
+    if (blockIdx.x == 0) task.row_scale[r] = scale_of(absmax, task.row_qmax);
   }
 
   __device__ void find_column(const QuantizeTask& task, int64_t first, bool write) {
     int i = static_cast<int>(threadIdx.x) - kTileRows;
     if (i < 0 || i >= Tile<T>::kColumns) return;
+    int64_t at = first + Tile<T>::column_at(i);
     sum[i] = 0;
     column[i] = 0.0f;
-    if (first + i >= task.columns) return;
-    Grid grid = grid_of(task.column_absmax[task.per_column ? first + i : 0], task.column_qmax);
-    column[i] = grid.reciprocal;
-    if (write) task.column_scale[first + i] = grid.scale;
+    if (at >= task.columns) return;
+    uint32_t absmax = task.column_absmax[task.per_column ? at : 0];
+    column[i] = reciprocal_of(absmax, task.column_qmax);
+    if (write) task.column_scale[at] = scale_of(absmax, task.column_qmax);
   }
 };
 
-// Bytes of four transformed values; `quarter` is 1 when reciprocal already holds the factor 1/4.
-template <bool kStochastic>
-__device__ inline uint32_t quantize_four(const float* v, float quarter, float reciprocal,
-                                         uint32_t place, float least) {
-  uint32_t q[4];
+// What to multiply 4v by. Rarely 4v itself must change first: where the factor 1/4 cannot move into
+// the reciprocal, or where a granule of zeros or non-finite values becomes zeros. Assembly changes it
+// in place; the compiler would copy all of v on the common way round the branch.
+template <bool kTransformed>
+__device__ inline float prepare(float (&v)[kOrder], float reciprocal) {
+  bool folds = kTransformed ? folds_quarter(reciprocal) : reciprocal != 0.0f;
+  if (!folds && reciprocal == 0.0f) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float value = quarter == 1.0f ? v[i] : __fmul_rn(v[i], quarter);
-    q[i] = round_to_byte<kStochastic>(__fmul_rn(value, reciprocal), place + i * kColHash, least);
+    for (int i = 0; i < kOrder; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "+f"(v[i]));
+  } else if (!folds) {
+#pragma unroll
+    for (int i = 0; i < kOrder; ++i) asm volatile("mul.rn.f32 %0, %0, 0f3e800000;" : "+f"(v[i]));
   }
-  return low_bytes(q[0], q[1], q[2], q[3]);
+  return kTransformed && folds ? 0.25f * reciprocal : reciprocal;
 }
 
 template <bool kStochastic>
-__device__ inline uint4 quantize_block(const float (&v)[kOrder], float quarter, float sum_side,
-                                       float difference_side, uint32_t place, float least) {
-  uint32_t words[4];
+__device__ inline uint32_t quantize_four(const float* v, float factor, uint32_t place, float least) {
+  uint32_t q[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    words[i] = quantize_four<kStochastic>(v + 4 * i, quarter, i < 2 ? sum_side : difference_side,
-                                          place + 4 * i * kColHash, least);
-  return make_uint4(words[0], words[1], words[2], words[3]);
+    q[i] = round_to_byte<kStochastic>(__fmul_rn(v[i], factor), place + i * kColHash, least);
+  return low_bytes(q[0], q[1], q[2], q[3]);
 }
 
 template <class T, bool kStochastic>
@@ -143,56 +143,52 @@ __device__ void rows_quantize(const QuantizeTask& task, const Tile<T>& tile, con
                               int64_t first) {
   constexpr int kBlocks = Tile<T>::kColumns / kOrder;
   float least = 1.0f - task.row_qmax;
+  int block = threadIdx.x % kBlocks;
+  bool swapped = block & 4;
+  int64_t column = first + block * kOrder;
+  if (column >= task.row_length) return;
+  uint32_t column_place = static_cast<uint32_t>(column) * kColHash;
 #pragma unroll
-  for (int item = threadIdx.x; item < kTileRows * kBlocks; item += kThreads) {
-    int r = item / kBlocks, block = item % kBlocks;
-    int64_t row = tile.row[r], column = first + block * kOrder;
-    if (row < 0 || column >= task.row_length) continue;
-    float reciprocal = reciprocals[r];
-    bool swapped = block & 4;
-    uint32_t place = static_cast<uint32_t>(row) * kRowHash + static_cast<uint32_t>(column) * kColHash;
+  for (int r = threadIdx.x / kBlocks; r < kTileRows; r += kThreads / kBlocks) {
+    int row = tile.row[r];
+    if (row < 0) continue;
     float v[kOrder];
     tile.read_row(r, block, swapped, v);
     hadamard_times_4(v);
-    uint4 q = make_uint4(0, 0, 0, 0);
-    if (folds_quarter(reciprocal)) {
-      float side = 0.25f * reciprocal;
-      q = quantize_block<kStochastic>(v, 1.0f, side, swapped ? -side : side, place, least);
-    } else if (reciprocal != 0.0f) {
-      q = quantize_block<kStochastic>(v, 0.25f, reciprocal, swapped ? -reciprocal : reciprocal, place,
-                                      least);
-    }
-    *reinterpret_cast<uint4*>(task.row_q + row * task.row_length + column) = q;
+    float factor = prepare<true>(v, reciprocals[r]);
+    float difference = swapped ? -factor : factor;
+    uint32_t place = static_cast<uint32_t>(row) * kRowHash + column_place;
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      q[i] = quantize_four<kStochastic>(v + 4 * i, i < 2 ? factor : difference,
+                                        place + 4 * i * kColHash, least);
+    int8_t* out = task.row_q + static_cast<uint64_t>(row) * static_cast<uint32_t>(task.row_length);
+    *reinterpret_cast<uint4*>(out + column) = make_uint4(q[0], q[1], q[2], q[3]);
   }
 }
 
-// The kept integers of one column of a group, packed; returns how many words they fill.
+// The kept integers of one column of a group, packed into 2 words (rank 8) or 4.
 template <int kColumnsMode, bool kStochastic>
 __device__ inline void quantize_kept(float (&v)[kOrder], float reciprocal, uint32_t place, float least,
                                      uint32_t (&words)[4]) {
   constexpr uint32_t kKept = low_pass_mask(kColumnsMode);
   if (kColumnsMode != kPlain) hadamard_times_4(v);
+  float factor = prepare<kColumnsMode != kPlain>(v, reciprocal);
   float kept[kOrder];
   int k = 0;
 #pragma unroll
   for (int n = 0; n < kOrder; ++n)
     if (kColumnsMode == kPlain || (kKept >> n & 1)) kept[k++] = v[n];
 #pragma unroll
-  for (int i = 0; i < (kColumnsMode == kLowPass8 ? 2 : 4); ++i) {
-    uint32_t there = place + 4 * i * kColHash;
-    if (kColumnsMode == kPlain)
-      words[i] = quantize_four<kStochastic>(kept + 4 * i, 1.0f, reciprocal, there, least);
-    else if (folds_quarter(reciprocal))
-      words[i] = quantize_four<kStochastic>(kept + 4 * i, 1.0f, 0.25f * reciprocal, there, least);
-    else
-      words[i] = quantize_four<kStochastic>(kept + 4 * i, 0.25f, reciprocal, there, least);
-    if (reciprocal == 0.0f) words[i] = 0;
-  }
+  for (int i = 0; i < (kColumnsMode == kLowPass8 ? 2 : 4); ++i)
+    words[i] = quantize_four<kStochastic>(kept + 4 * i, factor, place + 4 * i * kColHash, least);
 }
 
+// Like columns_quantize_any, true in the one thread that saw the strip's last tile finish.
 template <class T, int kColumnsMode, bool kStochastic>
-__device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile, Reciprocals<T>& scales,
-                                 int64_t first, int64_t first_block) {
+__device__ bool columns_quantize(const QuantizeTask& task, Tile<T>& tile, Reciprocals<T>& scales,
+                                 int64_t first, uint32_t first_block, uint32_t tiles) {
   constexpr int kPer = Tile<T>::kPerThread;
   constexpr int kChunk = kColumnsMode == kLowPass8 ? 8 : 16;
   using Out = Transposed<kChunk, Tile<T>::kColumns>;
@@ -200,16 +196,16 @@ __device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile, Recipr
   Out& out = *reinterpret_cast<Out*>(tile.data);  // its values are in registers by then
   int lane = threadIdx.x % 32, group = threadIdx.x / 32;
   float least = 1.0f - task.column_qmax;
+  uint32_t k_place = (first_block + group) * kChunk * kColHash;
   float v[kPer][kOrder];
   tile.read_columns(group, lane, v);
   __syncthreads();
 #pragma unroll
   for (int c = 0; c < kPer; ++c) {
     int column = lane * kPer + c;
-    uint32_t place = static_cast<uint32_t>(first + column) * kRowHash +
-                     static_cast<uint32_t>((first_block + group) * kChunk) * kColHash;
+    uint32_t place = static_cast<uint32_t>(first + column) * kRowHash + k_place;
     uint32_t words[4];
-    quantize_kept<kColumnsMode, kStochastic>(v[c], scales.column[column], place, least, words);
+    quantize_kept<kColumnsMode, kStochastic>(v[c], scales.column[c * 32 + lane], place, least, words);
     int sum = __dp4a(static_cast<int>(words[0]), 0x01010101, 0);
     sum = __dp4a(static_cast<int>(words[1]), 0x01010101, sum);
     if constexpr (kChunk == 8) {
@@ -220,17 +216,20 @@ __device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile, Recipr
       *reinterpret_cast<uint4*>(out.chunk(column, group)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
-    atomicAdd(scales.sum + column, sum);
+    atomicAdd(scales.sum + c * 32 + lane, sum);
   }
   __syncthreads();
-  out.store(reinterpret_cast<unsigned char*>(task.column_q), task.columns, task.contracted, first,
-            first_block * kChunk);
+  bool last = add_sums(task, scales, first, tiles);
+  out.store(reinterpret_cast<unsigned char*>(task.column_q), static_cast<uint32_t>(task.columns),
+            static_cast<uint32_t>(task.contracted), static_cast<uint32_t>(first), first_block * kChunk);
+  return last;
 }
 
 // Any rank: the same values written byte by byte. Only ranks 0, 8 and 16 are in a recipe.
 template <class T, bool kStochastic>
-__device__ void columns_quantize_any(const QuantizeTask& task, const Tile<T>& tile,
-                                     Reciprocals<T>& scales, int64_t first, int64_t first_block) {
+__device__ bool columns_quantize_any(const QuantizeTask& task, const Tile<T>& tile,
+                                     Reciprocals<T>& scales, int64_t first, int64_t first_block,
+                                     uint32_t tiles) {
   constexpr int kPer = Tile<T>::kPerThread;
   int lane = threadIdx.x % 32, group = threadIdx.x / 32;
   uint32_t kept = low_pass_mask(task.rank);
@@ -240,74 +239,87 @@ __device__ void columns_quantize_any(const QuantizeTask& task, const Tile<T>& ti
   for (int c = 0; c < kPer; ++c) {
     int64_t column = first + lane * kPer + c;
     if (column >= task.columns || first_block + group >= task.blocks) continue;
-    float reciprocal = scales.column[lane * kPer + c];
+    float reciprocal = scales.column[c * 32 + lane];
     int64_t k = (first_block + group) * task.rank;
     int sum = 0;
     hadamard_times_4(v[c]);
+    float factor = prepare<true>(v[c], reciprocal);
 #pragma unroll
     for (int n = 0; n < kOrder; ++n) {
       if (!(kept >> n & 1)) continue;
-      float t = __fmul_rn(__fmul_rn(v[c][n], 0.25f), reciprocal);
       uint32_t place = static_cast<uint32_t>(column) * kRowHash + static_cast<uint32_t>(k) * kColHash;
-      uint32_t bits = round_to_byte<kStochastic>(t, place, 1.0f - task.column_qmax);
-      int8_t q = reciprocal == 0.0f ? 0 : static_cast<int8_t>(bits & 0xff);
+      uint32_t bits = round_to_byte<kStochastic>(__fmul_rn(v[c][n], factor), place,
+                                                 1.0f - task.column_qmax);
+      int8_t q = static_cast<int8_t>(bits & 0xff);
       task.column_q[column * task.contracted + k++] = q;
       sum += q;
     }
-    atomicAdd(scales.sum + lane * kPer + c, sum);
+    atomicAdd(scales.sum + c * 32 + lane, sum);
     if (first_block + group == task.blocks - 1)
       for (; k < task.contracted; ++k) task.column_q[column * task.contracted + k] = 0;
   }
   __syncthreads();
+  return add_sums(task, scales, first, tiles);
 }
 
-// Adds the tile's sums of integers; the strip's last tile turns them into the totals.
+// Adds the tile's sums of integers and says whether all tiles of the strip have: then total() may
+// read them. One thread fences for all (the barrier orders the others' atomics before it), and the
+// caller's stores come after, or the fence would wait for them.
 template <class T>
-__device__ void finish_columns(const QuantizeTask& task, const Reciprocals<T>& scales,
-                               const Place& place, int64_t tiles) {
-  __shared__ bool last;
-  int64_t column = place.strip * Tile<T>::kColumns + threadIdx.x;
-  bool mine = threadIdx.x < Tile<T>::kColumns && column < task.columns;
-  if (mine) atomicAdd(task.column_sum + column, scales.sum[threadIdx.x]);
-  __threadfence();
+__device__ bool add_sums(const QuantizeTask& task, const Reciprocals<T>& scales, int64_t first,
+                         uint32_t tiles) {
+  int64_t column = first + Tile<T>::column_at(threadIdx.x);
+  if (threadIdx.x < Tile<T>::kColumns && column < task.columns)
+    atomicAdd(task.column_sum + column, scales.sum[threadIdx.x]);
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(task.finished + place.strip, 1u) == tiles - 1;
-  __syncthreads();
-  if (!last || !mine) return;
+  if (threadIdx.x != 0) return false;
   __threadfence();
-  Grid grid = grid_of(task.column_absmax[task.per_column ? column : 0], task.column_qmax);
+  return atomicAdd(task.finished + blockIdx.x, 1u) == tiles - 1;
+}
+
+template <class T>
+__device__ void write_totals(const QuantizeTask& task, int64_t first) {
+  int64_t column = first + threadIdx.x;
+  if (threadIdx.x >= Tile<T>::kColumns || column >= task.columns) return;
+  __threadfence();
+  uint32_t absmax = task.column_absmax[task.per_column ? column : 0];
   float sum = static_cast<float>(__ldcg(task.column_sum + column));
-  task.column_total[column] = __fmul_rn(grid.scale, sum);
+  task.column_total[column] = __fmul_rn(scale_of(absmax, task.column_qmax), sum);
 }
 
 template <class T, bool kRows, int kColumnsMode, bool kStochastic>
-__global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const __grid_constant__ QuantizeTask task, int64_t tiles) {
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_kernel(const __grid_constant__ QuantizeTask task, uint32_t tiles) {
   __shared__ Tile<T> tile;
   __shared__ Reciprocals<T> scales;
-  Place place = place_of<T>(task, gridDim.x - 1 - blockIdx.x);
-  int64_t first = place.strip * Tile<T>::kColumns, first_block = place.tile * kGroups;
-  tile.find_rows({task.rows, task.tokens, task.blocks}, first_block);
-  if (kRows) scales.find_row(task, tile, place.strip == 0);
-  if (kColumnsMode != kNone) scales.find_column(task, first, place.tile == 0);
-  tile.load(static_cast<const T*>(task.x), task.stride, task.columns, first, task.vectors);
+  if (tile_index() >= tiles) return;
+  uint32_t index = tiles - 1 - tile_index();
+  uint32_t first_block = index * kGroups;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * Tile<T>::kColumns;
+  tile.start(matrix_of(task, sizeof(T)), first_block, first);
+  if (kColumnsMode != kNone) scales.find_column(task, first, index == 0);
+  __syncthreads();
+  if (kRows) scales.find_row(task, tile);
+  tile.wait();
+  __syncthreads();
   if (kRows) rows_quantize<T, kStochastic>(task, tile, scales.row, first);
   if constexpr (kColumnsMode == kNone) return;
+  bool last = false;
   if constexpr (kColumnsMode == kAnyRank)
-    columns_quantize_any<T, kStochastic>(task, tile, scales, first, first_block);
+    last = columns_quantize_any<T, kStochastic>(task, tile, scales, first, first_block, tiles);
   else if constexpr (kColumnsMode != kNone)
-    columns_quantize<T, kColumnsMode, kStochastic>(task, tile, scales, first, first_block);
-  finish_columns(task, scales, place, tiles);
+    last = columns_quantize<T, kColumnsMode, kStochastic>(task, tile, scales, first, first_block, tiles);
+  if (__syncthreads_or(last)) write_totals<T>(task, first);
 }
 
 template <class T, bool kRows, int kColumnsMode, bool kStochastic>
 void launch_quantize(const QuantizeTask& task) {
   int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
-  int64_t tiles = (task.blocks + kGroups - 1) / kGroups;
-  unsigned blocks = grid_size(tiles * strips);
-  absmax_kernel<T, kRows, kColumnsMode><<<blocks, kThreads, 0, task.stream>>>(task);
+  uint32_t tiles = static_cast<uint32_t>((task.blocks + kGroups - 1) / kGroups);
+  dim3 grid = strips_by_tiles(strips, tiles);
+  absmax_kernel<T, kRows, kColumnsMode><<<grid, kThreads, 0, task.stream>>>(task, tiles);
   check_launch("absmax");
-  quantize_kernel<T, kRows, kColumnsMode, kStochastic><<<blocks, kThreads, 0, task.stream>>>(task, tiles);
+  quantize_kernel<T, kRows, kColumnsMode, kStochastic><<<grid, kThreads, 0, task.stream>>>(task, tiles);
   check_launch("quantize");
 }
 

@@ -9,8 +9,8 @@ namespace hot {
 
 struct QuantizeTask {
   const void* x;
-  int64_t rows, columns, stride;
-  bool vectors;  // every row starts on 16 bytes and is whole 16-byte vectors
+  int64_t rows, columns, stride;  // at most 2^31 - 1 rows, 2^32 - 1 bytes from one to the next
+  bool vectors;                   // every row starts on 16 bytes and is whole 16-byte vectors
   bool stochastic;
 
   bool want_rows;
@@ -24,7 +24,8 @@ struct QuantizeTask {
   bool per_column;
   float column_qmax;
   int rank;
-  int64_t tokens, blocks;  // groups of 16 rows, see reference._transform_rows
+  int64_t samples, tokens;  // rows are samples x tokens, see reference._transform_rows
+  int64_t blocks;           // groups of 16 rows
   int64_t contracted;      // length of a row of column_q
   int8_t* column_q;
   float* column_scale;

@@ -41,9 +41,15 @@ inline void check_matrix(const Tensor& x, const char* op, const char* name) {
   STD_TORCH_CHECK(x.is_cuda(), "hot::", op, ": ", name, " is not on a CUDA device");
 }
 
-// `x` itself when its rows are contiguous (their stride is free), else a contiguous copy.
-inline Tensor with_contiguous_rows(const Tensor& x) {
-  return x.stride(1) == 1 || x.size(1) <= 1 ? x : torch::stable::contiguous(x);
+// `x` itself when its rows are contiguous (their stride is free), else a contiguous copy. The kernels
+// count rows in 31 bits and a row's bytes in 32.
+inline Tensor with_contiguous_rows(const Tensor& x, const char* op) {
+  int64_t size = static_cast<int64_t>(x.element_size());
+  STD_TORCH_CHECK(x.size(0) <= INT32_MAX && x.size(1) * size <= INT32_MAX, "hot::", op, ": a matrix of ",
+                  x.size(0), " x ", x.size(1), " is too large; expected below 2^31 rows and row bytes");
+  bool inner = x.size(1) <= 1 || x.stride(1) == 1;
+  bool outer = x.size(0) <= 1 || x.stride(0) * size <= INT32_MAX;
+  return inner && outer ? x : torch::stable::contiguous(x);
 }
 
 // Contiguous and 16-byte aligned, copied only if it must be.

@@ -12,20 +12,34 @@ constexpr int kTileRows = kGroups * kOrder;
 constexpr int kTileBytes = 256;
 constexpr int kPitch = kTileBytes + 16;  // the pad keeps row-wise and column-wise reads off one bank
 
-// Which rows of x a tile's groups hold: group b = (g, t) takes token t of samples 16 g ... 16 g + 15.
-struct Rows {
-  int64_t rows, tokens, blocks;
+// x as the kernels see it. Row s * tokens + t is token t of sample s, and group b = (g, t) of a tile
+// takes token t of samples 16 g ... 16 g + 15. Rows fit 31 bits, a row's bytes 32.
+struct Matrix {
+  const void* x;
+  uint32_t rows, samples, tokens;
+  uint32_t row_bytes;  // from one row to the next
+  int64_t columns;
+  bool vectors;  // every row starts on 16 bytes and is whole 16-byte vectors
+};
 
-  __device__ int64_t of(int64_t block, int lane) const {
-    if (block >= blocks) return -1;
-    int64_t first = tokens == 1
-                        ? block * kOrder
-                        : static_cast<int64_t>(static_cast<uint32_t>(block) /
-                                               static_cast<uint32_t>(tokens)) *
-                                  (kOrder * tokens) +
-                              static_cast<uint32_t>(block) % static_cast<uint32_t>(tokens);
-    int64_t row = first + lane * tokens;
-    return row < rows ? row : -1;
+// Steps through the groups of a tile without dividing at each.
+struct GroupWalk {
+  uint32_t group, token;
+
+  __device__ GroupWalk(const Matrix& m, uint32_t block)
+      : group(m.tokens == 1 ? block : block / m.tokens),
+        token(m.tokens == 1 ? 0 : block % m.tokens) {}
+
+  // Row that lane `i` of the group takes, -1 when x has no such sample.
+  __device__ int row(const Matrix& m, uint32_t i) const {
+    uint32_t sample = group * kOrder + i;
+    return sample < m.samples ? static_cast<int>(sample * m.tokens + token) : -1;
+  }
+
+  __device__ void next(const Matrix& m) {
+    bool wrap = ++token == m.tokens;
+    group += wrap;
+    token = wrap ? 0 : token;
   }
 };
 
@@ -34,46 +48,60 @@ struct Tile {
   static constexpr int kColumns = kTileBytes / sizeof(T);
   static constexpr int kPerThread = 8 / sizeof(T);  // columns of one 8-byte read
   alignas(16) unsigned char data[kTileRows * kPitch];
-  int64_t row[kTileRows];
+  int row[kTileRows];  // of x, -1 where the tile leaves it
 
-  __device__ void find_rows(const Rows& rows, int64_t first_block) {
-    if (threadIdx.x < kTileRows)
-      row[threadIdx.x] = rows.of(first_block + threadIdx.x / kOrder, threadIdx.x % kOrder);
-    __syncthreads();
-  }
+  // Per-column arrays in shared memory hold column lane * kPerThread + c at c * 32 + lane, so that
+  // the threads which own whole columns of a group meet no bank twice.
+  __device__ static int column_at(int i) { return i % 32 * kPerThread + i / 32; }
 
-  // Zero where the tile leaves x. `vectors`: every row starts 16-byte aligned and has whole vectors.
-  __device__ void load(const T* x, int64_t stride, int64_t columns, int64_t first, bool vectors) {
-    if (vectors)
-      load_vectors(x, stride, columns, first);
-    else
-      load_elements(x, stride, columns, first);
-    __syncthreads();
-  }
-
-  __device__ void load_vectors(const T* x, int64_t stride, int64_t columns, int64_t first) {
+  // Starts loading, zero where the tile leaves x; `row` is known after the next barrier, the data
+  // after wait() and a barrier.
+  __device__ void start(const Matrix& m, uint32_t first_block, int64_t first_column) {
     constexpr int kVectors = kTileBytes / 16;
-    int vector = threadIdx.x % kVectors;
-    int64_t column = first + vector * (16 / sizeof(T));
+    static_assert(kThreads / kVectors == kOrder, "a pass over the tile's threads is one group");
+    int vector = threadIdx.x % kVectors, i = threadIdx.x / kVectors;
+    int64_t column = first_column + vector * (16 / sizeof(T));
+    int64_t left = m.columns - column;
+    const unsigned char* source = static_cast<const unsigned char*>(m.x) + column * sizeof(T);
+    unsigned char* target = data + i * kPitch + vector * 16;
+    GroupWalk walk(m, first_block);
+    if (m.vectors) {
 #pragma unroll
-    for (int r = threadIdx.x / kVectors; r < kTileRows; r += kThreads / kVectors) {
-      bool inside = row[r] >= 0 && column < columns;
-      const T* source = inside ? x + row[r] * stride + column : x;
-      uint32_t target = __cvta_generic_to_shared(data + r * kPitch + vector * 16);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-                   "r"(inside ? 16 : 0));
+      for (int g = 0; g < kGroups; ++g, walk.next(m))
+        copy_vector(target + g * kOrder * kPitch, source, m, note(walk.row(m, i), g, i, vector), left);
+    } else {
+#pragma unroll 1
+      for (int g = 0; g < kGroups; ++g, walk.next(m))
+        copy_elements(target + g * kOrder * kPitch, source, m, note(walk.row(m, i), g, i, vector), left);
     }
-    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
   }
 
-  __device__ void load_elements(const T* x, int64_t stride, int64_t columns, int64_t first) {
-    for (int i = threadIdx.x; i < kTileRows * kColumns; i += kThreads) {
-      int r = i / kColumns, c = i % kColumns;
-      bool inside = row[r] >= 0 && first + c < columns;
-      reinterpret_cast<T*>(data + r * kPitch)[c] =
-          inside ? x[row[r] * stride + first + c] : static_cast<T>(0.0f);
-    }
+  __device__ int note(int from, int g, int i, int vector) {
+    if (vector == 0) row[g * kOrder + i] = from;
+    return from;
   }
+
+  __device__ static uint64_t offset(const Matrix& m, int row) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(row)) * m.row_bytes;
+  }
+
+  // With a size of 0 the address is not read, so it may be anything.
+  __device__ static void copy_vector(unsigned char* target, const unsigned char* source,
+                                     const Matrix& m, int row, int64_t left) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(target))),
+                 "l"(source + offset(m, row)), "r"(row >= 0 && left > 0 ? 16 : 0));
+  }
+
+  __device__ static void copy_elements(unsigned char* target, const unsigned char* source,
+                                       const Matrix& m, int row, int64_t left) {
+    const T* from = reinterpret_cast<const T*>(source + (row < 0 ? 0 : offset(m, row)));
+#pragma unroll 1
+    for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e)
+      reinterpret_cast<T*>(target)[e] = row >= 0 && e < left ? from[e] : static_cast<T>(0.0f);
+  }
+
+  __device__ static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
   // 16 columns of a row. `swapped` puts columns 8 ... 15 first: half the lanes of a warp read so,
   // which spreads a 16-byte read over all banks; the last butterfly then only changes sign.
@@ -131,16 +159,17 @@ struct Transposed {
   }
 
   // Columns first ... of out [columns, length] bytes, from byte `offset` on.
-  __device__ void store(unsigned char* out, int64_t columns, int64_t length, int64_t first,
-                        int64_t offset) const {
+  __device__ void store(unsigned char* out, uint32_t columns, uint32_t length, uint32_t first,
+                        uint32_t offset) const {
     constexpr int kVectors = kLine / 16;
+    int i = threadIdx.x % kVectors;
+    if (offset + i * 16 >= length) return;
+    out += offset + i * 16;
 #pragma unroll
-    for (int n = threadIdx.x; n < kColumns * kVectors; n += kThreads) {
-      int column = n / kVectors, i = n % kVectors;
-      if (first + column < columns && offset + i * 16 < length)
-        *reinterpret_cast<uint4*>(out + (first + column) * length + offset + i * 16) =
+    for (int column = threadIdx.x / kVectors; column < kColumns; column += kThreads / kVectors)
+      if (first + column < columns)
+        *reinterpret_cast<uint4*>(out + static_cast<uint64_t>(first + column) * length) =
             vector(column, i);
-    }
   }
 };
 

@@ -42,6 +42,7 @@ QuantizeTask task_of(const Tensor& x, const Call& call) {
   task.columns = x.size(1);
   task.stride = x.size(0) > 1 ? x.stride(0) : x.size(1);
   task.vectors = whole_vectors(x);
+  task.samples = x.size(0);
   task.tokens = 1;
   task.blocks = (x.size(0) + kOrder - 1) / kOrder;
   task.stream = call.stream;
@@ -70,10 +71,13 @@ Triple want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t t
   task.column_qmax = qmax;
   task.rank = static_cast<int>(rank);
   if (rank > 0) {
+    task.samples = task.rows / tokens;
     task.tokens = tokens;
-    task.blocks = (task.rows / tokens + kOrder - 1) / kOrder * tokens;
+    task.blocks = (task.samples + kOrder - 1) / kOrder * tokens;
   }
   task.contracted = round_up(rank == 0 ? task.rows : rank * task.blocks, kContractAlign);
+  STD_TORCH_CHECK(task.contracted <= UINT32_MAX, "hot::", op, ": ", task.contracted,
+                  " contracted rows, expected below 2^32");
   Tensor q = empty(x, {task.columns, task.contracted}, ScalarType::Char);
   Tensor scale = empty(x, {task.columns}, ScalarType::Float);
   Tensor total = empty(x, {task.columns}, ScalarType::Float);
@@ -117,7 +121,7 @@ Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic)
   check_matrix(x, "quantize_rows", "x");
   float qmax = qmax_of(bits, "quantize_rows");
   Call call(x);
-  Tensor rows = with_contiguous_rows(x);
+  Tensor rows = with_contiguous_rows(x, "quantize_rows");
   QuantizeTask task = task_of(rows, call);
   task.stochastic = stochastic;
   Pair out = want_rows(task, x, qmax, per_row);
@@ -130,7 +134,7 @@ Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t b
   check_matrix(x, "quantize_columns", "x");
   float qmax = qmax_of(bits, "quantize_columns");
   Call call(x);
-  Tensor rows = with_contiguous_rows(x);
+  Tensor rows = with_contiguous_rows(x, "quantize_columns");
   QuantizeTask task = task_of(rows, call);
   task.stochastic = stochastic;
   Triple out = want_columns(task, x, rank, tokens, qmax, per_column, "quantize_columns");
@@ -145,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& g
   check_matrix(grad_output, "quantize_grad", "grad_output");
   float qmax = qmax_of(row_bits, "quantize_grad");
   Call call(grad_output);
-  Tensor rows = with_contiguous_rows(grad_output);
+  Tensor rows = with_contiguous_rows(grad_output, "quantize_grad");
   QuantizeTask task = task_of(rows, call);
   task.stochastic = true;
   Pair row = want_rows(task, grad_output, qmax, per_row);
@@ -158,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& g
 Triple compress_int4(const Tensor& x) {
   check_matrix(x, "compress_int4", "x");
   Call call(x);
-  Tensor rows = with_contiguous_rows(x);
+  Tensor rows = with_contiguous_rows(x, "compress_int4");
   int64_t length = round_up(x.size(0), kContractAlign) / 2;
   int64_t columns = x.size(1), groups = (x.size(0) + kInt4Group - 1) / kInt4Group;
   Tensor packed = empty(x, {columns, length}, ScalarType::Byte);
