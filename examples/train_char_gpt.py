@@ -86,7 +86,7 @@ def char_gpt_task(steps: int = STEPS, quick: bool = False, device: str = "cpu") 
     """The GPT on source text; ``quick`` is only enough to see that every step of it works."""
     train, held_out = python_source(limit=200_000 if quick else 4_000_000)
     where = torch.device(device)
-    width, depth = (64, 1) if quick else (192, 4)
+    width, depth = (64, 1) if quick else (256, 3)
     return Task(
         build=lambda: CharGPT(width, depth),
         batches=lambda draw: _windows(train, draw),

@@ -29,7 +29,7 @@ def vit(width: int, depth: int) -> nn.Module:
 def digits_task(epochs: int = EPOCHS, quick: bool = False, device: str = "cpu") -> Task:
     """The ViT on the digits; ``quick`` is only enough to see that every step of it works."""
     data, where = digits(), torch.device(device)
-    width, depth = (64, 1) if quick else (192, 4)
+    width, depth = (64, 1) if quick else (256, 3)
     steps = 8 if quick else epochs * (len(data.train_x) // BATCH)
     return Task(
         build=lambda: vit(width, depth),

@@ -1,0 +1,84 @@
+"""Benchmarks run, account for memory rightly, and give every configuration code of its own."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("benchmarks", "examples")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Import a benchmark as if started with ``python benchmarks/<name>.py``."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    torch._dynamo.reset()
+    yield importlib.import_module
+    for folder in FOLDERS:
+        for path in (ROOT / folder).glob("*.py"):
+            sys.modules.pop(path.stem, None)
+
+
+def test_peak_is_the_highest_point_not_the_sum(benchmark):
+    def call():
+        for _ in range(4):
+            torch.empty(1 << 20, dtype=torch.uint8)
+        return torch.empty(3 << 20, dtype=torch.uint8)
+
+    peak = benchmark("peak").peak_bytes(call, torch.device("cpu"))
+    assert 3 << 20 <= peak <= 4 << 20
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "llama12x2048"])
+def test_workloads_have_a_loss(benchmark, name):
+    models = benchmark("models")
+    vit = name.startswith("vit")
+    size = {"depth": 1, "width": 128} if name != "resnet10t" else {}
+    sizes = models.Size(batch=2, tokens=16, image=32 if vit else None, **size)
+    work = models.build(name, sizes)
+    loss = work.loss(work.model, *work.inputs)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in work.model.parameters())
+
+
+def test_step(benchmark, tmp_path):
+    file = tmp_path / "step.json"
+    rows = benchmark("step").main(
+        configs="exact,exact+recompute,int8",
+        batch=16,
+        depth=1,
+        width=192,
+        image=128,
+        rounds=1,
+        json_file=file,
+    )
+    exact, recompute, int8 = rows
+    assert recompute.held_bytes < exact.held_bytes
+    assert int8.held_bytes < exact.held_bytes
+    assert exact.loss == pytest.approx(recompute.loss, rel=1e-5)
+    assert exact.loss == pytest.approx(int8.loss, rel=1e-2)
+    assert all(row.peak_bytes > row.held_bytes for row in rows)
+    written = json.loads(file.read_text())
+    assert [row["config"] for row in written["rows"]] == ["exact", "exact+recompute", "int8"]
+    assert written["environment"]["torch"] == torch.__version__
+
+
+def test_quality(benchmark, tmp_path, capsys):
+    file = tmp_path / "quality.json"
+    rows = benchmark("quality").main(recipes="exact", seeds=2, quick=True, json_file=file)
+    assert [len(row.scores) for row in rows] == [2]
+    assert "| exact |" in capsys.readouterr().out
+    assert json.loads(file.read_text())["arguments"]["seeds"] == 2
+
+
+def test_difference_pairs_seeds(benchmark):
+    row = benchmark("quality").Row
+    exact, other = row("exact", [0.90, 0.96]), row("hot", [0.91, 0.97])
+    mean, error = other.difference(exact)
+    assert mean == pytest.approx(0.01)
+    assert error == pytest.approx(0, abs=1e-9)
