@@ -1,0 +1,69 @@
+"""``hot-compile``: build the runtime ahead of time, and say what this machine has and lacks."""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from .errors import BuildError
+from .runtime import build as building
+from .runtime.providers import status
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+console = Console()
+
+
+def _devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@app.command()
+def build(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default every device found")
+    ] = None,
+) -> None:
+    """Build the operators now rather than at the first torch.compile."""
+    for device_type in [device] if device else _devices():
+        try:
+            path = building.load(device_type)
+        except BuildError as error:
+            console.print(f"[red]{device_type}: {error}[/red]")
+            raise typer.Exit(1) from None
+        console.print(f"{device_type}: {path}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is found and missing. Exit code 1 if no device can run HOT."""
+    table = Table(title=f"hot-compile {__version__}", title_justify="left")
+    table.add_column("what")
+    table.add_column("found")
+    table.add_row("torch", torch.__version__)
+    table.add_row("python", platform.python_version())
+    table.add_row("compiler", _compiler())
+    table.add_row("build cache", str(building.cache_dir()))
+    providers = [status(device_type) for device_type in ("cpu", "cuda")]
+    for provider in providers:
+        verdict = "[green]ready[/green]" if provider.available else "[red]missing[/red]"
+        table.add_row(provider.device_type, f"{verdict} {provider.reason}")
+    console.print(table)
+    if not any(provider.available for provider in providers):
+        raise typer.Exit(1)
+
+
+def _compiler() -> str:
+    try:
+        return " ".join(building.find_compiler())
+    except BuildError as error:
+        return f"[red]{error}[/red]"
+
+
+if __name__ == "__main__":
+    app()
