@@ -51,7 +51,7 @@ inline void prefetch_rows(const T* row, int64_t row_stride, int rows, int column
   constexpr int per_line = 64 / sizeof(T);
   for (int s = 0; s < rows; ++s) {
     for (int c = 0; c < columns; c += per_line) {
-      __builtin_prefetch(row + s * row_stride + c);
+      __builtin_prefetch(row + s * row_stride + c, 0, 3);
     }
   }
 }
@@ -83,11 +83,18 @@ void gather_transformed(const Matrix& x, const Grouping& g, const ColumnTask& ta
   }
 }
 
+/// Rows to prefetch ahead so that about 64 cache lines are under way.
+template <class T>
+inline int rows_ahead(int columns) {
+  constexpr int per_line = 64 / sizeof(T);
+  return 64 / ((columns + per_line - 1) / per_line);
+}
+
 template <class T>
 void gather_plain(const Matrix& x, const ColumnTask& task, float* values, uint32_t* absmax) {
-  constexpr int ahead = 8;  // rows prefetched
   const T* row = static_cast<const T*>(x.data) + task.unit * x.cols + task.column;
   const int lanes = lanes_of(task);
+  const int64_t ahead = rows_ahead<T>(task.width);
   I top[kStrip / kLanes];
   for (int c = 0; c < lanes; c += kLanes) top[c / kLanes] = load_int(absmax + c);
   for (int64_t u = 0; u < task.units; ++u, row += x.cols, values += lanes) {

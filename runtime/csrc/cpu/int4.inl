@@ -44,7 +44,7 @@ struct GroupBuffer {
 
 template <class T>
 void gather_group_of_rows(const T* row, int64_t row_stride, int rows, int width, GroupBuffer& b) {
-  constexpr int ahead = 8;
+  const int ahead = rows_ahead<T>(width);
   F low[kStrip / kLanes], high[kStrip / kLanes];
   I top[kStrip / kLanes];
   const int lanes = (width + kLanes - 1) / kLanes * kLanes;
@@ -53,7 +53,10 @@ void gather_group_of_rows(const T* row, int64_t row_stride, int rows, int width,
     top[c / kLanes] = set_int(0);
   }
   for (int r = 0; r < rows; ++r, row += row_stride) {
-    if (r + ahead < rows) prefetch_rows(row + ahead * row_stride, 0, 1, width);
+    // the next strip's first rows follow this one's last
+    const T* next =
+        r + ahead < rows ? row + ahead * row_stride : row + (ahead - rows) * row_stride + width;
+    prefetch_rows(next, 0, 1, width);
     for (int c = 0; c < width; c += kLanes) {
       F y = load_up_to(row + c, width - c);
       low[c / kLanes] = min(low[c / kLanes], y);
