@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="hot")``: wires the stages into Inductor's hooks; no logic of its own."""
+"""``torch.compile(model, backend="hot")``: wires the stages into Inductor's hooks, no more."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def hot(
     recorder: Recorder | None = None,
     inner_compile: Callable[..., Any] = compile_fx_inner,
     **_: Any,
-) -> Callable[..., Any]:
-    """Compile one of Dynamo's graphs: HOT for the backward of its layers, Inductor for all the rest.
+) -> Any:
+    """Compile one of Dynamo's graphs: HOT for the backward of its layers, Inductor for the rest.
 
     Users do not call this; ``torch.compile(model, backend="hot", options={...})`` does.
 

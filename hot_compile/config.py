@@ -1,4 +1,4 @@
-"""What a user can choose, as one frozen value. Recipes are named configs; options override fields."""
+"""What a user can choose, as one frozen value. Recipes are named configs, laid over by options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .errors import OptionError
 
 
 class Strategy(str, Enum):
-    """How one layer's backward is computed and what its forward keeps for it (docs/strategies.md)."""
+    """How a layer's backward is computed and what its forward keeps for it (docs/strategies.md)."""
 
     HLA8 = "hla8"
-    """g_x by HQ; g_w from the low-pass half of the transformed rows; x saved as half rows in INT8."""
+    """g_x by HQ; g_w from the low-pass half of transformed rows; x saved as INT8 half rows."""
     INT4 = "int4"
     """g_x by HQ; g_w full rank in INT8; x saved as packed INT4 in min-max groups of 128 rows."""
     INT8 = "int8"
@@ -50,8 +50,8 @@ def _strategies(names: str) -> tuple[Strategy, ...]:
 class HotConfig:
     """Everything that steers the planner. Build one with :meth:`from_options`.
 
-    ``options={"recipe": ..., ...}`` of ``torch.compile`` takes these fields as keys, bare or with the
-    prefix ``hot.``; every other key goes to Inductor.
+    ``options={"recipe": ..., ...}`` of ``torch.compile`` takes these fields as keys, bare or with
+    the prefix ``hot.``; every other key goes to Inductor.
     """
 
     recipe: str = "hot"
@@ -62,7 +62,7 @@ class HotConfig:
     """Bits of both operands of g_x, 4 or 8; None: 4 where the device multiplies INT4 faster than
     INT8, else 8, which then costs nothing (docs/adr/0001)."""
     per_channel: bool = True
-    """Scales per row of g_y and per column of W and x (they fold into the epilogue); False: per tensor."""
+    """Scales per row of g_y and column of W and x (they fold into the epilogue), or per tensor."""
     rank: int = 8
     """Rows kept of every 16 by ``hla8``: 1, 2, 4, 8 or 16."""
     rows: Rows = Rows.BATCH
@@ -76,7 +76,7 @@ class HotConfig:
     keep_head: bool = True
     """Leave the classifier head exact, as the paper does."""
     min_gain: float = 1.05
-    """Rewrite a layer only if its backward is predicted this many times faster; 0 rewrites always."""
+    """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
     dump: str | None = None
     """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
 
@@ -133,7 +133,8 @@ def option_names() -> frozenset[str]:
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """(ours, Inductor's): keys that are ours or carry our prefix, and the rest."""
-    ours, theirs = {}, {}
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
     for key, value in (options or {}).items():
         mine = key.startswith("hot.") or key in option_names()
         (ours if mine else theirs)[key] = value

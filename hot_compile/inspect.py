@@ -22,7 +22,6 @@ from .config import Strategy
 from .passes.crossing import Crossing
 from .passes.plan import Decision, Plan
 
-
 NO_PLAN = Plan("exact", ())
 
 
@@ -118,7 +117,9 @@ class Explanation:
 
     def table(self) -> Table:
         """Layer, shape, strategy or refusal and why, saved bytes, predicted gain."""
-        title = f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
+        title = (
+            f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
+        )
         table = Table(title=f"{title} products rewritten", box=box.SIMPLE, title_justify="left")
         for column in ("layer", "L x O x I", "strategy", "gain", "saved before", "after", "why"):
             numeric = column in ("gain", "saved before", "after")

@@ -51,6 +51,6 @@ def hot_step(
             node, which takes seconds less and exercises the same operators.
     """
     reports = Reports()
-    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    keywords: dict[str, Any] = {} if lower else {"inner_compile": run_uncompiled}
     backend = functools.partial(hot, options=options, recorder=reports, **keywords)
     return step(function, *inputs, backend=backend, **compile_options), reports.graphs

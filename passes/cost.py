@@ -16,6 +16,7 @@ from hot_compile.config import Strategy
 L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
 """Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
 VARIABLES = (L, O, I, E, R)
+ZERO = sympy.Integer(0)
 INT4_BYTES = sympy.Rational(17, 32)
 """Packed INT4 with a bf16 scale and minimum per 128 rows."""
 
@@ -25,8 +26,8 @@ class Rates:
     """What one device sustains. Only their ratios matter to a decision.
 
     ``exact``: FLOP/s of a product by dtype name; ``integer``, ``int4``: OP/s of the INT8 and INT4
-    products (equal where INT4 is carried as INT8); ``transform``: bytes/s of our transform and quantise kernels
-    (bytes read and written); ``launch``: seconds per operator call.
+    products (equal where INT4 is carried as INT8); ``transform``: bytes/s of our transform and
+    quantise kernels (bytes read and written); ``launch``: seconds per operator call.
     """
 
     exact: dict[str, float]
@@ -40,9 +41,9 @@ class Rates:
 class Cost:
     """One side of a comparison, symbolic: floating and integer operations, bytes moved, calls."""
 
-    flops: sympy.Expr = sympy.Integer(0)
-    int_ops: sympy.Expr = sympy.Integer(0)
-    bytes: sympy.Expr = sympy.Integer(0)
+    flops: sympy.Expr = ZERO
+    int_ops: sympy.Expr = ZERO
+    bytes: sympy.Expr = ZERO
     calls: int = 0
 
     def __add__(self, other: Cost) -> Cost:

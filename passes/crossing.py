@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import fx
 
-from .graph import module_path
-from .site import hint
+from hot_compile.passes.graph import module_path
+from hot_compile.passes.site import hint
 
 
 @dataclasses.dataclass(frozen=True)

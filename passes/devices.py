@@ -8,10 +8,9 @@ from functools import cache
 import torch
 
 from hot_compile.errors import BuildError
+from hot_compile.passes.cost import Rates
 from hot_compile.runtime.build import load
 from hot_compile.runtime.providers import status
-
-from .cost import Rates
 
 log = logging.getLogger("hot_compile")
 
@@ -52,7 +51,9 @@ def _pricing(device_type: str) -> Rates | str:
             raise BuildError(provider.reason)
         load(device_type)
     except BuildError as error:
-        log.warning("hot: every layer on %s stays exact, as Inductor does it: %s", device_type, error)
+        log.warning(
+            "hot: every layer on %s stays exact, as Inductor does it: %s", device_type, error
+        )
         return f"no runtime for {device_type}: {error}"
     if device_type == "cpu":
         return RATES["cpu-vnni" if provider.fast_int8 else "cpu"]

@@ -49,11 +49,11 @@ def closure(seeds: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
-    """(base, transposed): ``node`` with 2-D transposes stripped, and whether their number is odd."""
+    """(base, transposed): ``node`` without 2-D transposes, and whether their number was odd."""
     transposed = False
     while node.target in TRANSPOSES and node.meta["val"].dim() == 2:
-        swaps = node.target is not aten.permute.default or list(node.args[1]) == [1, 0]
-        transposed ^= swaps
+        if node.target is not aten.permute.default or node.args[1] == [1, 0]:
+            transposed = not transposed
         node = node.args[0]  # type: ignore[assignment]
     return node, transposed
 

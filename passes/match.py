@@ -1,7 +1,7 @@
-"""Joint graph -> Sites: finds the backward of every Linear. Read-only; what it cannot pair it refuses.
+"""Joint graph -> Sites: finds the backward of every Linear. Read-only; refuses what it cannot pair.
 
-A forward product and its two backward products are shortlisted by autograd's ``seq_nr`` and confirmed
-by identity: g_w = g_y^T x reads the very node x that the forward read, g_x = g_y W the same W.
+A forward product and its two backward products are shortlisted by autograd's ``seq_nr`` and
+confirmed by identity: g_w = g_y^T x reads the very node x that the forward read, g_x = g_y W the same W.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import (
+from hot_compile.passes.graph import (
     CASTS,
     VIEWS,
     aten,
@@ -26,9 +26,9 @@ from .graph import (
     strip,
     untranspose,
 )
-from .site import Site, SiteNodes
+from hot_compile.passes.site import Site, SiteNodes
 
-_PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+_PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _CONVOLUTION_BACKWARD = aten.convolution_backward.default
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -88,8 +88,7 @@ class _Context:
 
     def pair(self, forward: fx.Node) -> Iterator[Site]:
         """The Site of one forward product, if the backward differentiates it."""
-        left, right = (forward.args[i] for i in _PRODUCTS[forward.target])
-        found = self._find(forward, left, right)
+        found = self._find(forward, *_operands(forward))
         if found is None:
             return
         for node in (found.grad_input, found.grad_weight):
@@ -102,7 +101,7 @@ class _Context:
         grad_input = grad_weight = grad_output = None
         is_io = False
         for node in self._candidates(forward):
-            p, q = (node.args[i] for i in _PRODUCTS[node.target])
+            p, q = _operands(node)
             (p_base, p_flip), (q_base, q_flip) = untranspose(p), untranspose(q)
             if (q_base, q_flip) == (w_base, not w_flip) and _shape(node) == _shape(x):
                 grad_input, grad_output = grad_input or node, p
@@ -143,7 +142,7 @@ class _Context:
             x_is_weight = strip(untranspose(nodes.x)[0], VIEWS | CASTS) in self.names
             if x_is_weight:
                 return "the weight is the left operand (W @ x)"
-            return "both operands are activations (attention-like product): left alone, as in the paper"
+            return "both operands are activations (as in attention): left alone, as in the paper"
         if not self.known_inputs and not _looks_like_weight(nodes.weight):
             return "no operand is known to be a weight"
         return None
@@ -185,7 +184,7 @@ class _Context:
 
 
 def _refused(node: fx.Node, reason: str) -> Site:
-    """A Site for a product we cannot describe further: its operands' shapes are all that is known."""
+    """A Site for a product of which no more is known than its operands' shapes."""
     tensors = [a for a in node.args if isinstance(a, fx.Node) and _rank(a) >= 2]
     first, second = (a.meta["val"] for a in tensors[:2])
     return Site(
@@ -204,6 +203,11 @@ def _refused(node: fx.Node, reason: str) -> Site:
 
 def _is_user_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and not is_tangent(node)
+
+
+def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node]:
+    first, second = (product.args[i] for i in _PRODUCTS[product.target])
+    return first, second  # type: ignore[return-value]
 
 
 def _rank(node: fx.Node) -> int:
@@ -260,10 +264,8 @@ def _lead(x: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_head(forward: fx.Node) -> bool:
-    """The layer's output leaves the graph, or enters the loss, through nothing but views and casts."""
-    return reaches(
-        forward, VIEWS | CASTS, lambda user: user.op == "output" or user.target in _LOSS
-    )
+    """The layer's output leaves the graph or enters the loss through views and casts only."""
+    return reaches(forward, VIEWS | CASTS, lambda user: user.op == "output" or user.target in _LOSS)
 
 
 def _mark_heads(sites: list[Site]) -> list[Site]:

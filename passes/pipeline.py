@@ -16,12 +16,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from hot_compile.config import HotConfig
-
-from .crossing import Crossing, crossing
-from .match import GraphInputs, match
-from .plan import Plan, Pricing, plan
-from .rewrite import rewrite
-from .shorten import shorten
+from hot_compile.passes.crossing import Crossing, crossing
+from hot_compile.passes.match import GraphInputs, match
+from hot_compile.passes.plan import Plan, Pricing, plan
+from hot_compile.passes.rewrite import rewrite
+from hot_compile.passes.shorten import shorten
 
 log = logging.getLogger("hot_compile")
 
@@ -38,14 +37,14 @@ class Recorder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the stages know besides the graph. One per backend call, so calls may nest or overlap."""
+    """What the stages know besides the graph. One per backend call: calls may nest or overlap."""
 
     config: HotConfig
     inputs: GraphInputs
     pricing: Pricing
     recorder: Recorder
     identity: str
-    """Digest of everything outside the graph that changes the code: part of Inductor's cache key."""
+    """Digest of everything outside the graph that changes the code, for Inductor's cache key."""
 
 
 @cache
@@ -66,6 +65,7 @@ class JointPass(CustomGraphPass):
         self.plan: Plan | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
         for step in self._before:
             step(graph)
         self.plan = None
@@ -102,6 +102,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split the joint graph, then shorten and record what came of it."""
         partition: Callable = self._inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
         shorten(backward.graph)

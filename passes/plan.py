@@ -1,4 +1,4 @@
-"""(Sites, config, device) -> Plan: a pure function. All choosing happens here; rewriting never chooses."""
+"""(Sites, config, device) -> Plan: a pure function. All choosing happens here and nowhere else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 
 from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
-
-from .cost import Rates, Shape, at, predicted_gain, saved_bytes
-from .site import Site, hint
+from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_bytes
+from hot_compile.passes.site import Site, hint
 
 PLAN_VERSION = 1
 _MIN_SAMPLES = 16
@@ -93,15 +92,13 @@ class Plan:
             )
         try:
             decisions = tuple(
-                Decision(
-                    **{**d, "shape": tuple(d["shape"]), "strategy": Strategy(d["strategy"])}
-                )
+                Decision(**{**d, "shape": tuple(d["shape"]), "strategy": Strategy(d["strategy"])})
                 for d in data["decisions"]
             )
             return cls(recipe=data["recipe"], decisions=decisions)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
-                f"got a plan whose entries do not fit ({error}); expected what Plan.to_json() wrote."
+                f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."
             ) from error
 
     def stable_hash(self) -> str:
@@ -175,7 +172,7 @@ def _feasible(
         return Strategy.EXACT, "empty batch"
     if not site.needs_grad_weight and Strategy.EXACT not in strategies:
         return Strategy.GX_ONLY, "frozen weight: no g_w, nothing saved"
-    skipped = []
+    skipped: list[str] = []
     for strategy in strategies:
         problem = _batch_problem(site) if _wants_batch(strategy, config) else None
         if problem is None:
@@ -227,7 +224,7 @@ def _decision(
         gx_bits=config.gx_bits or _free_bits(rates),
         per_channel=config.per_channel,
         rank=config.rank if hla else 0,
-        tokens=math.prod(site.lead[1:]) if _wants_batch(strategy, config) else 1,
+        tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(strategy, config) else 1,
         predicted_gain=round(gain, 3),
         bytes_before=int(at(saved_bytes(Strategy.EXACT), shape)) if gw else 0,
         bytes_after=_saved(strategy, shape) if gw else 0,

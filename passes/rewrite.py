@@ -1,5 +1,6 @@
-"""Plan -> ``hot::`` nodes in the joint graph. Never chooses; builds first, then swaps, so that a layer
-whose rewriting fails is left exactly as it was.
+"""Plan -> ``hot::`` nodes in the joint graph. Never chooses.
+
+Builds first, then swaps, so that a layer whose rewriting fails is left exactly as it was.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import hot_compile.runtime.ops  # noqa: F401  (registers the operators this stage inserts)
 from hot_compile.config import Strategy
-
-from .graph import CASTS, VIEWS, strip
-from .plan import Decision, Plan
-from .site import Site, SiteNodes
+from hot_compile.passes.graph import CASTS, VIEWS, strip
+from hot_compile.passes.plan import Decision, Plan
+from hot_compile.passes.site import Site, SiteNodes
 
 _META = (
     "seq_nr",
@@ -112,7 +112,7 @@ def _build(b: _Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]
     if nodes.grad_input is not None:
         at = nodes.grad_input
         w_q, w_scale = _quantize_weight(b, d, at)
-        args = (rows[0], w_q, rows[1], w_scale, None, None, site.dtype)
+        args: tuple[Any, ...] = (rows[0], w_q, rows[1], w_scale, None, None, site.dtype)
         swaps.append((at, b.call(at, False, at, ops.scaled_int_mm.default, *args)))
     if gw and nodes.grad_weight is not None:
         at = nodes.grad_weight
@@ -158,7 +158,7 @@ def _quantize_grad(
     ops, g = torch.ops.hot, b.nodes.grad_output
     gx = b.nodes.grad_input is not None
     if gx and gw:
-        args = (g, d.gx_bits, d.per_channel, d.rank, d.tokens, d.per_channel)
+        args: tuple[Any, ...] = (g, d.gx_bits, d.per_channel, d.rank, d.tokens, d.per_channel)
         parts = b.parts(b.call(at, False, at, ops.quantize_grad.default, *args))
         return parts[:2], parts[2:]
     if gx:

@@ -1,8 +1,8 @@
 """Partitioned backward -> the same without storage round trips that store nothing.
 
 Where x is in the backward anyway (attention's output, a checkpointed region, a user input), min-cut
-puts the compression there too. Packing to INT4 only to unpack at once would cost a pass and accuracy:
-such an x goes straight to the INT8 grid of its column.
+puts the compression there too. Packing to INT4 only to unpack at once would cost a pass and
+accuracy: such an x goes straight to the INT8 grid of its column.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Site is one layer's backward product(s) as found in the joint graph. Match makes it, plan reads it."""
+"""A Site: one layer's backward products as found in the joint graph. Match makes, plan reads."""
 
 from __future__ import annotations
 

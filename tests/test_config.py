@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from hot_compile.config import RECIPES, HotConfig, Rows, Strategy, option_names, split_options
 from hot_compile.errors import OptionError
 

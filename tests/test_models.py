@@ -3,13 +3,15 @@ reason, gradients close to exact, and what crosses to the backward is what the p
 """
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hot_compile.testing import cosine, hot_step
 from sklearn.datasets import load_digits
 from torch import nn
+
+from hot_compile.testing import cosine, hot_step
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -26,7 +28,7 @@ def digit_batch(count=32):
 
 def text_batch(count=16, length=64):
     """Python's own source, as bytes."""
-    source = torch.frombuffer(bytearray(open(copy.__file__, "rb").read()), dtype=torch.uint8)
+    source = torch.frombuffer(bytearray(Path(copy.__file__).read_bytes()), dtype=torch.uint8)
     return source[: count * length].long().view(count, length)
 
 

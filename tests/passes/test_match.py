@@ -1,4 +1,4 @@
-"""Every form of a Linear: found, named, paired; rewritten gradients agree; the rest refused aloud."""
+"""Every form of a Linear is found, named and paired; gradients agree; the rest is refused aloud."""
 
 import copy
 import functools
@@ -6,11 +6,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports
 from hot_compile.testing import cosine, hot_step
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 ALWAYS = {"recipe": "int8", "min_gain": 0, "keep_head": False}
 
@@ -113,7 +114,9 @@ def test_layers_that_share_an_input_compress_it_once():
     packed = [c for c in graph.crossing if c.dtype == "uint8"]
     assert len(packed) == 1  # x of q, k and v once
     attended = [c for c in graph.crossing if c.shape[-1] == "16" and c.dtype == "float32"]
-    assert len(attended) == 4  # q, k, v, out: attention's backward needs out, so o's x is not packed too
+    assert (
+        len(attended) == 4
+    )  # q, k, v, out: attention's backward needs out, so o's x is not packed too
     assert set(strategies(check(model, x))) == {"q", "k", "v", "o"}
 
 

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from torch import fx
+
 from hot_compile.config import HotConfig
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import cost
 from hot_compile.passes.devices import RATES
 from hot_compile.passes.plan import Plan, plan
 from hot_compile.passes.site import Site, SiteNodes
-from torch import fx
 
 VNNI = RATES["cpu-vnni"]
 AMPERE_LIKE = cost.Rates(

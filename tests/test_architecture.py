@@ -1,0 +1,88 @@
+"""The shape of the tree: data and imports flow one way, files and functions stay small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "hot_compile": "hot_compile",
+    "passes": "hot_compile.passes",
+    "runtime": "hot_compile.runtime",
+}
+LEAVES = {"hot_compile.errors", "hot_compile.config"}
+FILE_CAP, FUNCTION_CAP = 800, 100
+
+
+def modules():
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).glob("*.py")):
+            name = package if path.stem == "__init__" else f"{package}.{path.stem}"
+            yield name, path
+
+
+def imports(name, path):
+    """Absolute names of our modules that this one imports at its top level."""
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def layer(name):
+    """0: leaves; 1: runtime; 2: passes; 3: everything a user touches."""
+    if name in LEAVES:
+        return 0
+    for depth, prefix in ((1, "hot_compile.runtime"), (2, "hot_compile.passes")):
+        if name == prefix or name.startswith(prefix + "."):
+            return depth
+    return 3
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda v: str(v).split("/")[-1])
+def test_imports_go_one_way(name, path):
+    known = {module for module, _ in modules()}
+    for imported in imports(name, path):
+        if imported in known and imported != "hot_compile":
+            assert layer(imported) <= layer(name), f"{name} imports {imported}"
+
+
+def sources():
+    for pattern in ("*.py", "*.cpp", "*.hpp", "*.inl", "*.cu", "*.cuh"):
+        for path in ROOT.rglob(pattern):
+            if not any(part.startswith(".") or part in ("build", "dist") for part in path.parts):
+                yield path
+
+
+def test_files_are_small():
+    long = {str(p): n for p in sources() if (n := len(p.read_text().splitlines())) > FILE_CAP}
+    assert not long
+
+
+def test_functions_are_small():
+    long = []
+    for path in sources():
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno
+                if length > FUNCTION_CAP:
+                    long.append(f"{path}:{node.lineno} {node.name} {length}")
+    assert not long
+
+
+@pytest.mark.parametrize("name", ["passes", "runtime"])
+def test_bare_names_refuse_to_import(name):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.raises(ImportError, match=f"hot_compile.{name}"):
+        spec.loader.exec_module(module)
