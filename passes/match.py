@@ -1,7 +1,7 @@
 """Joint graph -> Sites: finds the backward of every Linear. Read-only; refuses what it cannot pair.
 
 A forward product and its two backward products are shortlisted by autograd's ``seq_nr`` and
-confirmed by identity: g_w = g_y^T x reads the very node x that the forward read, g_x = g_y W the same W.
+confirmed by identity: g_w = g_y^T x reads the very x that the forward read, g_x = g_y W the same W.
 """
 
 from __future__ import annotations
