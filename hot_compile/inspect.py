@@ -124,8 +124,9 @@ class Explanation:
         for column in ("layer", "L x O x I", "strategy", "gain", "saved before", "after", "why"):
             numeric = column in ("gain", "saved before", "after")
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-        for d in self.plan:
-            table.add_row(*_row(d))
+        for decisions in _folded(self.plan):
+            first, *more = _row(decisions[0])
+            table.add_row(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
         return table
 
     def __str__(self) -> str:
@@ -134,6 +135,16 @@ class Explanation:
             console.print(self.table())
             console.print(f"held between forward and backward: {_megabytes(self.held_bytes)}")
         return capture.get()
+
+
+def _folded(plan: Plan) -> list[list[Decision]]:
+    """Decisions in order; those left alone in one module for one reason become one entry."""
+    entries: dict[object, list[Decision]] = {}
+    for d in plan:
+        exact = d.strategy is Strategy.EXACT
+        key = (d.site.split("#")[0], d.reason) if exact else d.site
+        entries.setdefault(key, []).append(d)
+    return list(entries.values())
 
 
 def _row(d: Decision) -> tuple[str, ...]:
