@@ -35,15 +35,20 @@ class Rates:
     int4: float
     transform: float
     launch: float
+    int32_result: bool = False
+    """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """One side of a comparison, symbolic: floating and integer operations, bytes moved, calls."""
+    """One side of a comparison, symbolic: floating and integer operations, bytes moved by passes,
+    elements that integer products write, operator calls.
+    """
 
     flops: sympy.Expr = ZERO
     int_ops: sympy.Expr = ZERO
     bytes: sympy.Expr = ZERO
+    results: sympy.Expr = ZERO
     calls: int = 0
 
     def __add__(self, other: Cost) -> Cost:
@@ -51,6 +56,7 @@ class Cost:
             self.flops + other.flops,
             self.int_ops + other.int_ops,
             self.bytes + other.bytes,
+            self.results + other.results,
             self.calls + other.calls,
         )
 
@@ -61,21 +67,16 @@ def exact_cost(gx: bool, gw: bool) -> Cost:
     return Cost(flops=2 * L * O * I * products, calls=products)
 
 
-def _epilogue(rows: sympy.Expr, cols: sympy.Expr) -> sympy.Expr:
-    return rows * cols * (8 + E)  # int32 written and read, result written
-
-
 def gx_cost() -> Cost:
     """HQ: W transformed and quantised, integer product, epilogue. g_y's pass is counted apart."""
-    weight = O * I * (E + 1)
-    return Cost(int_ops=2 * L * O * I, bytes=weight + _epilogue(L, I), calls=2)
+    return Cost(int_ops=2 * L * O * I, bytes=O * I * (E + 1), results=L * I, calls=2)
 
 
 def gw_cost(strategy: Strategy) -> Cost:
     """x's compression in the forward, its expansion, integer product, epilogue."""
-    product = Cost(int_ops=2 * L * O * I, bytes=_epilogue(O, I), calls=1)
+    product = Cost(int_ops=2 * L * O * I, results=O * I, calls=1)
     if strategy is Strategy.HLA8:
-        half = Cost(int_ops=2 * L * O * I * R / 16, bytes=_epilogue(O, I), calls=1)
+        half = Cost(int_ops=2 * L * O * I * R / 16, results=O * I, calls=1)
         return half + Cost(bytes=L * I * (E + R / 16), calls=1)
     if strategy is Strategy.INT8:
         return product + Cost(bytes=L * I * (2 * E + 1), calls=1)
@@ -122,7 +123,7 @@ def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
     return (
         cost.flops / rates.exact[dtype]
         + cost.int_ops / rates.integer
-        + cost.bytes / rates.transform
+        + (cost.bytes + cost.results * (8 * rates.int32_result + E)) / rates.transform
         + cost.calls * rates.launch
     )
 

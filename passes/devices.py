@@ -23,6 +23,7 @@ RATES: dict[str, Rates] = {
         int4=1700e9,
         transform=6e9,
         launch=8e-6,
+        int32_result=True,
     ),
     # Without VNNI the INT8 product is no faster than fp32: nothing pays.
     "cpu": Rates(
@@ -31,6 +32,7 @@ RATES: dict[str, Rates] = {
         int4=100e9,
         transform=3e9,
         launch=8e-6,
+        int32_result=True,
     ),
 }
 
