@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from functools import cache
 
@@ -18,10 +19,10 @@ RATES: dict[str, Rates] = {
     # Two cores of an AVX-512 VNNI server; the ratios carry over to more cores. Measured by
     # benchmarks/layers.py, see docs/benchmarks.md.
     "cpu-vnni": Rates(
-        exact={"float32": 180e9, "bfloat16": 880e9, "float16": 880e9},
-        integer=1700e9,
-        int4=1700e9,
-        transform=6e9,
+        exact={"float32": 200e9, "bfloat16": 900e9, "float16": 900e9},
+        integer=1800e9,
+        int4=1800e9,
+        transform=40e9,
         launch=8e-6,
         int32_result=True,
     ),
@@ -34,6 +35,30 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         int32_result=True,
     ),
+    # NVIDIA H200: products of targets' shapes, transforms, launches (benchmarks/kernels.py).
+    "sm90": Rates(
+        exact={"float32": 48e12, "tfloat32": 300e12, "bfloat16": 690e12, "float16": 690e12},
+        integer=1150e12,
+        int4=1150e12,
+        transform=3.0e12,
+        launch=3e-6,
+    ),
+    # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice.
+    "sm80": Rates(
+        exact={"float32": 17e12, "tfloat32": 110e12, "bfloat16": 220e12, "float16": 220e12},
+        integer=400e12,
+        int4=400e12,
+        transform=1.2e12,
+        launch=4e-6,
+    ),
+    # NVIDIA RTX 3090 and later consumer chips of its kind, likewise.
+    "sm86": Rates(
+        exact={"float32": 25e12, "tfloat32": 30e12, "bfloat16": 60e12, "float16": 60e12},
+        integer=200e12,
+        int4=200e12,
+        transform=0.7e12,
+        launch=4e-6,
+    ),
 }
 
 
@@ -42,11 +67,17 @@ def pricing(device: torch.device) -> Rates | str:
 
     Builds and loads the runtime for the device on first use.
     """
-    return _pricing(device.type)
+    missing = _missing(device.type)
+    if missing:
+        return missing
+    if device.type == "cpu":
+        return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
+    return _cuda_rates(torch.cuda.get_device_capability(device), _tf32())
 
 
 @cache
-def _pricing(device_type: str) -> Rates | str:
+def _missing(device_type: str) -> str | None:
+    """Why the runtime cannot run on this kind of device; None once it is loaded."""
     provider = status(device_type)
     try:
         if not provider.available:
@@ -57,6 +88,21 @@ def _pricing(device_type: str) -> Rates | str:
             "hot: every layer on %s stays exact, as Inductor does it: %s", device_type, error
         )
         return f"no runtime for {device_type}: {error}"
-    if device_type == "cpu":
-        return RATES["cpu-vnni" if provider.fast_int8 else "cpu"]
-    return f"no rates for {device_type}"
+    return None
+
+
+def _cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:
+    """Rates of the nearest architecture in the table, fp32 products at TF32's where it is on."""
+    if capability < (8, 0):
+        return f"compute capability {capability} has no INT8 tensor cores this runtime uses"
+    name = "sm90" if capability >= (9, 0) else "sm80" if capability == (8, 0) else "sm86"
+    rates = RATES[name]
+    if not tf32:
+        return rates
+    exact = {**rates.exact, "float32": rates.exact["tfloat32"]}
+    return dataclasses.replace(rates, exact=exact)
+
+
+def _tf32() -> bool:
+    """fp32 products on CUDA may use TF32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
