@@ -27,9 +27,13 @@ from rich.console import Console
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
 from hot_compile.runtime.extensions import Extension, cpu_extension
+from hot_compile.runtime.toolkit import cuda_extension
 
 _CXX_NAMES = ("g++", "clang++", "c++")
-_EXTENSIONS: dict[str, Callable[[], Extension]] = {"cpu": cpu_extension}
+_EXTENSIONS: dict[str, Callable[[], Extension]] = {
+    "cpu": cpu_extension,
+    "cuda": cuda_extension,
+}
 
 
 def cache_dir() -> Path:

@@ -1,4 +1,4 @@
-"""The CUDA operators against reference.py: integers and scales bit for bit, outputs poisoned first."""
+"""CUDA operators against reference.py: integers and scales bit for bit, outputs poisoned first."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def check_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         assert mine.shape == theirs.shape
         assert mine.is_contiguous()
         same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-        assert same.all(), f"output {n}: {(~same).sum()} of {same.numel()} differ: {_first(same, mine, theirs)}"
+        assert same.all(), (
+            f"output {n}: {(~same).sum()} of {same.numel()} differ: {_first(same, mine, theirs)}"
+        )
 
 
 def _first(same: Tensor, mine: Tensor, theirs: Tensor) -> str:
@@ -152,7 +154,9 @@ def test_strange_values(kind, dtype):
     check("quantize_rows", x, 4, True, False)
     check("compress_int4", x)
     stored = reference.compress_int4(x)
-    check_same(torch.ops.hot.expand_int4(*(t.cuda() for t in stored)), reference.expand_int4(*stored))
+    check_same(
+        torch.ops.hot.expand_int4(*(t.cuda() for t in stored)), reference.expand_int4(*stored)
+    )
 
 
 @pytest.mark.parametrize("exponent", [-126, -117, -116, -115, -92, -91, -60, 60, 99, 120])
@@ -232,14 +236,14 @@ def check_product(inputs: list[Tensor | None], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", GEMM_SHAPES)
 def test_scaled_int_mm(shape, dtype, provider, monkeypatch):
-    monkeypatch.setenv("HOT_CUDA_GEMM", provider)
+    monkeypatch.setenv("HOT_CUDA_ARCH", provider)
     for rank_1 in (False, True):
         check_product(product_inputs(*shape, rank_1), dtype)
 
 
 @pytest.mark.parametrize("provider", ["sm90", "sm80"])
 def test_scaled_int_mm_beyond_int32(provider, monkeypatch):
-    monkeypatch.setenv("HOT_CUDA_GEMM", provider)
+    monkeypatch.setenv("HOT_CUDA_ARCH", provider)
     inputs = product_inputs(24, 40, 400_000 // 32 * 32, True)
     inputs[0].fill_(-128)
     inputs[1].fill_(-128)
@@ -248,14 +252,16 @@ def test_scaled_int_mm_beyond_int32(provider, monkeypatch):
 
 @pytest.mark.parametrize("provider", ["sm90", "sm80"])
 def test_scaled_int_mm_layouts(provider, monkeypatch):
-    monkeypatch.setenv("HOT_CUDA_GEMM", provider)
+    monkeypatch.setenv("HOT_CUDA_ARCH", provider)
     a, b, *rest = product_inputs(70, 90, 128, True)
     wide = torch.randint(-9, 9, (70, 192), dtype=torch.int8, device="cuda")
     for view in (wide[:, 32:160], wide[:, 5:133], a.t().contiguous().t()):
         check_product([view, b, *rest], torch.bfloat16)
         check_product([b, view, rest[1], rest[0], rest[3], rest[2]], torch.bfloat16)
     vector = torch.randn(200, device="cuda")
-    check_product([a, b, vector[1:71], vector[3:93], vector[:140:2], vector[::2][:90]], torch.bfloat16)
+    check_product(
+        [a, b, vector[1:71], vector[3:93], vector[:140:2], vector[::2][:90]], torch.bfloat16
+    )
 
 
 def test_scaled_int_mm_nothing_contracted():

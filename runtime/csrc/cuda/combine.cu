@@ -1,8 +1,7 @@
-#include "combine.hpp"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "combine.hpp"
 #include "launch.cuh"
 
 namespace hot {
@@ -15,7 +14,8 @@ __device__ inline void put(float x, __half* out) { *out = __float2half_rn(x); }
 __device__ inline void put(float x, float* out) { *out = x; }
 
 // The exact sum over slabs: 64 bits, since K may be longer than int32 sums can hold.
-__device__ inline void add_slabs(const CombineTask& task, int64_t at, int64_t (&sum)[4], int count) {
+__device__ inline void add_slabs(const CombineTask& task, int64_t at, int64_t (&sum)[4],
+                                 int count) {
   for (int s = 0; s < task.slabs; ++s) {
     const int32_t* source = task.sums + s * task.slab + at;
     int4 v = *reinterpret_cast<const int4*>(source);  // the stride is padded to whole vectors
@@ -27,7 +27,8 @@ __device__ inline void add_slabs(const CombineTask& task, int64_t at, int64_t (&
 }
 
 template <class Out>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineTask task) {
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineTask task) {
   int64_t vectors = task.stride / 4;
   int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= task.m * vectors) return;

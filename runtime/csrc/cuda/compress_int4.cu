@@ -14,7 +14,9 @@ __device__ inline uint16_t bf16_outward(float x, bool up) {
   return static_cast<uint16_t>((bits >> 16) + (grow && (bits & 0xffffu) ? 1 : 0));
 }
 
-__device__ inline float from_bf16(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+__device__ inline float from_bf16(uint16_t x) {
+  return __uint_as_float(static_cast<uint32_t>(x) << 16);
+}
 
 struct Group {
   uint16_t scale, minimum;
@@ -131,8 +133,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   int left = static_cast<int>(min(task.rows - int64_t{tile} * kTileRows, int64_t{kTileRows})) -
              group * kOrder;
   int valid = min(max(left, 0), kOrder);
-  Matrix x = {task.x, rows, rows, 1, static_cast<uint32_t>(task.stride * sizeof(T)), task.columns,
-              task.vectors};
+  Matrix x = {
+      task.x,       rows,         rows,    1,    static_cast<uint32_t>(task.stride * sizeof(T)),
+      task.columns, task.vectors, nullptr, false};
   shared.tile.start(x, tile * kGroups, first);
   shared.tile.wait();
   __syncthreads();
@@ -144,8 +147,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   using Out = Transposed<8, Tile<T>::kColumns>;
   reinterpret_cast<Out*>(shared.tile.data)
-      ->store(task.packed, static_cast<uint32_t>(task.columns), static_cast<uint32_t>(task.packed_length),
-              static_cast<uint32_t>(first), tile * (kTileRows / 2));
+      ->store(task.packed, static_cast<uint32_t>(task.columns),
+              static_cast<uint32_t>(task.packed_length), static_cast<uint32_t>(first),
+              tile * (kTileRows / 2));
 }
 
 template <class T>

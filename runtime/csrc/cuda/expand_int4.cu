@@ -1,5 +1,5 @@
-// expand_int4: one block per column. A group's 16 levels become 16 bytes in shared memory, and a byte
-// permute looks four nibbles up at once.
+// expand_int4: one block per column. A group's 16 levels become 16 bytes in shared memory, and a
+// byte permute looks four nibbles up at once.
 #include "int4.hpp"
 #include "launch.cuh"
 #include "numeric.cuh"
@@ -12,7 +12,9 @@ constexpr int kGroupsAtOnce = 512;  // whose levels are in shared memory
 constexpr int kPerGroup = 8;        // 128 nibbles are eight reads of 8 bytes
 constexpr int kUnroll = 4;          // reads in flight per thread
 
-__device__ inline float from_bf16(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+__device__ inline float from_bf16(uint16_t x) {
+  return __uint_as_float(static_cast<uint32_t>(x) << 16);
+}
 
 struct ColumnGrid {
   float scale, reciprocal, zero;
@@ -30,7 +32,9 @@ __device__ inline ColumnGrid column_grid(float low, float high) {
   return grid;
 }
 
-__device__ inline float highest(float scale, float low) { return __fadd_rn(__fmul_rn(15.0f, scale), low); }
+__device__ inline float highest(float scale, float low) {
+  return __fadd_rn(__fmul_rn(15.0f, scale), low);
+}
 
 // The column's range over all its groups, NaN if any is NaN; the same in every thread.
 __device__ ColumnGrid find_grid(const ExpandTask& task, int64_t column) {
@@ -95,7 +99,8 @@ __device__ void fill_table(const ExpandTask& task, int64_t column, int64_t first
   }
 }
 
-__global__ void __launch_bounds__(kThreads) expand_int4_kernel(const __grid_constant__ ExpandTask task) {
+__global__ void __launch_bounds__(kThreads)
+    expand_int4_kernel(const __grid_constant__ ExpandTask task) {
   __shared__ uint4 tables[kGroupsAtOnce];
   int64_t column = blockIdx.x, reads = task.packed_length / 8;
   const uint2* packed = reinterpret_cast<const uint2*>(task.packed + column * task.packed_length);
@@ -114,7 +119,8 @@ __global__ void __launch_bounds__(kThreads) expand_int4_kernel(const __grid_cons
       uint2 in[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u)
-        if (start + u * kThreads < count) in[u] = __ldcs(packed + first * kPerGroup + start + u * kThreads);
+        if (start + u * kThreads < count)
+          in[u] = __ldcs(packed + first * kPerGroup + start + u * kThreads);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         int i = start + u * kThreads;

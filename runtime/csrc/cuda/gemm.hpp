@@ -32,6 +32,8 @@ using GemmKernel = void (*)(const GemmProblem&);
 #define HOT_GEMM_SM90(name) void gemm_sm90_##name(const GemmProblem&)
 HOT_GEMM_SM90(bf16_128x128);
 HOT_GEMM_SM90(bf16_128x256);
+HOT_GEMM_SM90(fp16_128x128);
+HOT_GEMM_SM90(fp32_128x128);
 HOT_GEMM_SM90(s32_128x128);
 HOT_GEMM_SM90(bf16_128x192);
 HOT_GEMM_SM90(bf16_64x128);

@@ -23,17 +23,17 @@ using Gemm = cutlass::gemm::device::GemmUniversal<
 
 void check(cutlass::Status status, const char* step) {
   if (status == cutlass::Status::kSuccess) return;
-  throw std::runtime_error(std::string("hot::scaled_int_mm: CUTLASS sm_80 kernel failed to ") + step +
-                           ": " + cutlassGetStatusString(status));
+  throw std::runtime_error(std::string("hot::scaled_int_mm: CUTLASS sm_80 kernel failed to ") +
+                           step + ": " + cutlassGetStatusString(status));
 }
 
 }  // namespace
 
 // n must be a multiple of 4: the caller pads b.
 void gemm_sm80_s32(const GemmProblem& p) {
-  typename Gemm::Arguments arguments(
-      cutlass::gemm::GemmUniversalMode::kBatched, {p.m, p.n, p.k}, p.batch, {1, 0}, p.a, p.b, p.out,
-      p.out, p.k, p.k, p.slab, p.slab, p.lda, p.ldb, p.ldo, p.ldo);
+  typename Gemm::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {p.m, p.n, p.k},
+                                     p.batch, {1, 0}, p.a, p.b, p.out, p.out, p.k, p.k, p.slab,
+                                     p.slab, p.lda, p.ldb, p.ldo, p.ldo);
   Gemm gemm;
   check(gemm.can_implement(arguments), "accept the problem");
   check(gemm.initialize(arguments, nullptr, p.stream), "initialise");

@@ -31,14 +31,15 @@ struct ScaleEpilogue {
   using Row = fusion::Sm90RowBroadcast<0, Tile, float>;
   template <class Output>
   using Multiply = fusion::Sm90Compute<cutlass::multiplies, Output, float, kRound>;
-  using MultiplyAdd =
-      fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Out, float, kRound>;
-  using Scaled = fusion::Sm90EVT<
-      Multiply<float>, fusion::Sm90EVT<Multiply<float>, fusion::Sm90AccFetch, Column>, Row>;
+  using MultiplyAdd = fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Out, float, kRound>;
+  using Scaled =
+      fusion::Sm90EVT<Multiply<float>,
+                      fusion::Sm90EVT<Multiply<float>, fusion::Sm90AccFetch, Column>, Row>;
   using Type = fusion::Sm90EVT<MultiplyAdd, Column, Row, Scaled>;
 
   static typename Type::Arguments arguments(const GemmProblem& p) {
-    typename Scaled::Arguments scaled = {{{}, {p.a_scale, 0.0f, {}}, {}}, {p.b_scale, 0.0f, {}}, {}};
+    typename Scaled::Arguments scaled = {
+        {{}, {p.a_scale, 0.0f, {}}, {}}, {p.b_scale, 0.0f, {}}, {}};
     return {{p.row_term, 0.0f, {}}, {p.col_term, 0.0f, {}}, scaled, {}};
   }
 };
@@ -46,7 +47,8 @@ struct ScaleEpilogue {
 // The int32 sums themselves: partial products of split K, or outputs that TMA cannot address.
 template <class Tile>
 struct ScaleEpilogue<Tile, int32_t> {
-  using Identity = fusion::Sm90Compute<cutlass::epilogue::thread::Identity, int32_t, int32_t, kRound>;
+  using Identity =
+      fusion::Sm90Compute<cutlass::epilogue::thread::Identity, int32_t, int32_t, kRound>;
   using Type = fusion::Sm90EVT<Identity, fusion::Sm90AccFetch>;
 
   static typename Type::Arguments arguments(const GemmProblem&) { return {{}, {}}; }
@@ -93,13 +95,15 @@ struct GemmSm90 {
     typename Kernel::StrideA stride_a{p.lda, _1{}, p.k};
     typename Kernel::StrideB stride_b{p.ldb, _1{}, p.k};
     typename Kernel::StrideD stride_d{p.ldo, _1{}, p.slab};
-    typename Device::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
-                                         {p.m, p.n, p.k, p.batch},
-                                         {p.a, stride_a, p.b, stride_b},
-                                         {Epilogue::arguments(p), nullptr, {}, static_cast<Out*>(p.out), stride_d}};
+    typename Device::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {p.m, p.n, p.k, p.batch},
+        {p.a, stride_a, p.b, stride_b},
+        {Epilogue::arguments(p), nullptr, {}, static_cast<Out*>(p.out), stride_d}};
     arguments.hw_info.sm_count = p.sm_count;
     Device device;
-    // CUTLASS asks int32 outputs for n % 4 = 0; TMA only wants the stride so, which the caller pads.
+    // CUTLASS asks int32 outputs for n % 4 = 0; TMA only wants the stride so, which the caller
+    // pads.
     if constexpr (!std::is_same_v<Out, int32_t>)
       check(device.can_implement(arguments), "accept the problem");
     if (Device::get_workspace_size(arguments) != 0)

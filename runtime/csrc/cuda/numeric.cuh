@@ -65,6 +65,11 @@ __device__ inline void hadamard_times_4(float (&v)[kOrder]) {
   butterfly<8>(v);
 }
 
+// max(|a + b|, |a - b|), each rounded: one of them has magnitude |a| + |b|.
+__device__ inline float larger_of_butterfly(float a, float b) {
+  return __fadd_rn(fabsf(a), fabsf(b));
+}
+
 // H16's rows by LP_L1 (reference.low_pass_order), as the bit mask of the first `rank`.
 __host__ __device__ constexpr uint32_t low_pass_mask(int rank) {
   constexpr int order[kOrder] = {0, 2, 8, 10, 3, 12, 11, 14, 1, 4, 15, 6, 9, 7, 13, 5};
@@ -93,7 +98,8 @@ __device__ inline bool folds_quarter(float reciprocal) {
 }
 
 // A float whose low byte is the rounded integer: adding 1.5 * 2^23 leaves it in the mantissa.
-// Stochastic rounding is floor(fl(t + u)) - 1; only the lower clamp can bind, see reference.quantize.
+// Stochastic rounding is floor(fl(t + u)) - 1; only the lower clamp can bind, see
+// reference.quantize.
 template <bool kStochastic>
 __device__ inline uint32_t round_to_byte(float t, uint32_t place, float least) {
   if (!kStochastic) return __float_as_uint(__fadd_rn(t, 12582912.0f));

@@ -12,6 +12,7 @@ struct QuantizeTask {
   int64_t rows, columns, stride;  // at most 2^31 - 1 rows, 2^32 - 1 bytes from one to the next
   bool vectors;                   // every row starts on 16 bytes and is whole 16-byte vectors
   bool stochastic;
+  int sm_count;
 
   bool want_rows;
   bool per_row;
@@ -26,12 +27,13 @@ struct QuantizeTask {
   int rank;
   int64_t samples, tokens;  // rows are samples x tokens, see reference._transform_rows
   int64_t blocks;           // groups of 16 rows
-  int64_t contracted;      // length of a row of column_q
+  int64_t contracted;       // length of a row of column_q
   int8_t* column_q;
   float* column_scale;
   float* column_total;
 
-  // Zeroed by the caller. absmax: bits of non-negative floats, one for all when not per row/column.
+  // For the ways in two passes, zeroed by the caller. absmax: bits of non-negative floats, one for
+  // all when not per row/column.
   uint32_t* row_absmax;
   uint32_t* column_absmax;
   int32_t* column_sum;
@@ -40,10 +42,23 @@ struct QuantizeTask {
   cudaStream_t stream;
 };
 
-constexpr int64_t kStripBytes = 256;  // width of the kernels' tile, for sizing `finished`
+constexpr int64_t kStripBytes = 256;  // width of the two passes' tile, for sizing `finished`
 
-void quantize_bf16(const QuantizeTask&);
-void quantize_fp16(const QuantizeTask&);
-void quantize_fp32(const QuantizeTask&);
+// Rows in one pass: a block's 256 threads hold a row, 6 blocks of 16 columns each.
+constexpr int kRowThreads = 256, kMostRowBlocks = 6;
+
+inline bool rows_in_one_pass(const QuantizeTask& task) {
+  return task.per_row && task.row_length <= int64_t{16} * kRowThreads * kMostRowBlocks;
+}
+
+void quantize_rows_bf16(const QuantizeTask&);
+void quantize_rows_fp16(const QuantizeTask&);
+void quantize_rows_fp32(const QuantizeTask&);
+void quantize_grad_bf16(const QuantizeTask&);
+void quantize_grad_fp16(const QuantizeTask&);
+void quantize_grad_fp32(const QuantizeTask&);
+void quantize_columns_bf16(const QuantizeTask&);
+void quantize_columns_fp16(const QuantizeTask&);
+void quantize_columns_fp32(const QuantizeTask&);
 
 }  // namespace hot

@@ -1,12 +1,10 @@
 // Host side of scaled_int_mm: operands, the choice of kernel, split K.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <mutex>
 #include <optional>
 
 #include "combine.hpp"
+#include "device.hpp"
 #include "gemm.hpp"
 #include "gemm_plan.hpp"
 #include "tensors.hpp"
@@ -15,33 +13,6 @@ namespace hot {
 namespace {
 
 constexpr int64_t kContractAlign = 32;
-
-struct DeviceFacts {
-  bool hopper;
-  int sm_count;
-};
-
-// HOT_CUDA_GEMM=sm80 runs the Ampere kernels on a newer device, to test and debug them there.
-bool forced_sm80() {
-  const char* value = std::getenv("HOT_CUDA_GEMM");
-  return value != nullptr && std::string(value) == "sm80";
-}
-
-DeviceFacts facts_of(int device) {
-  constexpr int kMost = 64;
-  static DeviceFacts known[kMost];
-  static std::once_flag asked[kMost];
-  STD_TORCH_CHECK(device < kMost, "hot::scaled_int_mm: device index ", device, ", expected below 64");
-  std::call_once(asked[device], [device] {
-    int major = 0, minor = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "query");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "query");
-    check_cuda(cudaDeviceGetAttribute(&known[device].sm_count, cudaDevAttrMultiProcessorCount, device),
-               "query");
-    known[device].hopper = major == 9 && minor == 0;
-  });
-  return known[device];
-}
 
 OutType out_type(ScalarType dtype) {
   if (dtype == ScalarType::BFloat16) return OutType::kBf16;
@@ -54,7 +25,8 @@ OutType out_type(ScalarType dtype) {
 // An int8 operand as the kernels need it: k contiguous, rows on 16 bytes.
 Tensor operand(const Tensor& x, const char* name) {
   check_matrix(x, "scaled_int_mm", name);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Char, "hot::scaled_int_mm: ", name, " is not int8");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Char, "hot::scaled_int_mm: ", name,
+                  " is not int8");
   bool usable = x.size(1) <= 1 || x.stride(1) == 1;
   usable = usable && on_16_bytes(x.data_ptr());
   usable = usable && (x.size(0) <= 1 || (x.stride(0) % 16 == 0 && x.stride(0) >= x.size(1)));
@@ -78,9 +50,10 @@ struct Operands {
 
 Operands operands_of(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                      const std::optional<Tensor>& row_term, const std::optional<Tensor>& col_term) {
-  Operands o{operand(a, "a"), operand(b, "b"), a_scale, b_scale, {}, {}, a.size(0), b.size(0), a.size(1)};
-  STD_TORCH_CHECK(b.size(1) == o.k, "hot::scaled_int_mm: a is ", o.m, " x ", o.k, " and b ", o.n, " x ",
-                  b.size(1), ", expected the same second dimension");
+  Operands o{operand(a, "a"), operand(b, "b"), a_scale,  b_scale, {}, {},
+             a.size(0),       b.size(0),       a.size(1)};
+  STD_TORCH_CHECK(b.size(1) == o.k, "hot::scaled_int_mm: a is ", o.m, " x ", o.k, " and b ", o.n,
+                  " x ", b.size(1), ", expected the same second dimension");
   STD_TORCH_CHECK(o.k % kContractAlign == 0, "hot::scaled_int_mm: contracted dimension ", o.k,
                   " is not a multiple of 32");
   STD_TORCH_CHECK(o.m <= INT32_MAX && o.n <= INT32_MAX && o.k <= INT32_MAX,
@@ -155,8 +128,8 @@ void run_split(const Operands& o, GemmProblem p, const GemmPlan& plan, bool hopp
     p.n = static_cast<int>(stride);
   }
   if (slabs > 0) run_slices(p, plan.kernel, plan.slice, data<int32_t>(sums));
-  combine({data<int32_t>(sums), static_cast<int>(slabs), o.m, o.n, stride, p.slab, p.a_scale, p.b_scale,
-           p.row_term, p.col_term, out, type, call.stream});
+  combine({data<int32_t>(sums), static_cast<int>(slabs), o.m, o.n, stride, p.slab, p.a_scale,
+           p.b_scale, p.row_term, p.col_term, out, type, call.stream});
 }
 
 Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
@@ -168,11 +141,10 @@ Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
   Tensor out = torch::stable::new_empty(a, {o.m, o.n}, out_dtype);
   if (o.m == 0 || o.n == 0) return out;
   DeviceFacts facts = facts_of(call.device);
-  bool hopper = facts.hopper && !forced_sm80();
-  GemmPlan plan = plan_gemm({o.m, o.n, o.k, type, hopper, facts.sm_count});
+  GemmPlan plan = plan_gemm({o.m, o.n, o.k, type, facts.hopper, facts.sm_count});
   GemmProblem p = problem_of(o, facts, call);
   if (!plan.fused) {
-    run_split(o, p, plan, hopper, type, out.data_ptr(), call);
+    run_split(o, p, plan, facts.hopper, type, out.data_ptr(), call);
     return out;
   }
   p.out = out.data_ptr();

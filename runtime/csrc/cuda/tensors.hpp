@@ -34,19 +34,23 @@ struct Call {
   }
 };
 
-inline bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline bool on_16_bytes(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 inline void check_matrix(const Tensor& x, const char* op, const char* name) {
-  STD_TORCH_CHECK(x.dim() == 2, "hot::", op, ": ", name, " has ", x.dim(), " dimensions, expected 2");
+  STD_TORCH_CHECK(x.dim() == 2, "hot::", op, ": ", name, " has ", x.dim(),
+                  " dimensions, expected 2");
   STD_TORCH_CHECK(x.is_cuda(), "hot::", op, ": ", name, " is not on a CUDA device");
 }
 
-// `x` itself when its rows are contiguous (their stride is free), else a contiguous copy. The kernels
-// count rows in 31 bits and a row's bytes in 32.
+// `x` itself when its rows are contiguous (their stride is free), else a contiguous copy. The
+// kernels count rows in 31 bits and a row's bytes in 32.
 inline Tensor with_contiguous_rows(const Tensor& x, const char* op) {
   int64_t size = static_cast<int64_t>(x.element_size());
-  STD_TORCH_CHECK(x.size(0) <= INT32_MAX && x.size(1) * size <= INT32_MAX, "hot::", op, ": a matrix of ",
-                  x.size(0), " x ", x.size(1), " is too large; expected below 2^31 rows and row bytes");
+  STD_TORCH_CHECK(x.size(0) <= INT32_MAX && x.size(1) * size <= INT32_MAX, "hot::", op,
+                  ": a matrix of ", x.size(0), " x ", x.size(1),
+                  " is too large; expected below 2^31 rows and row bytes");
   bool inner = x.size(1) <= 1 || x.stride(1) == 1;
   bool outer = x.size(0) <= 1 || x.stride(0) * size <= INT32_MAX;
   return inner && outer ? x : torch::stable::contiguous(x);
@@ -54,7 +58,7 @@ inline Tensor with_contiguous_rows(const Tensor& x, const char* op) {
 
 // Contiguous and 16-byte aligned, copied only if it must be.
 inline Tensor dense(const Tensor& x) {
-  Tensor y = torch::stable::contiguous(x);
+  Tensor y = x.is_contiguous() ? x : torch::stable::contiguous(x);
   return on_16_bytes(y.data_ptr()) ? y : torch::stable::clone(y);
 }
 
@@ -70,6 +74,8 @@ T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace hot

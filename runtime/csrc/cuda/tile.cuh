@@ -1,5 +1,5 @@
-// The tile every transform kernel works on: 128 rows (8 groups of 16) x 256 bytes of columns, staged
-// in shared memory so that rows and columns are both read at full width.
+// The tile every transform kernel works on: 128 rows (8 groups of 16) x 256 bytes of columns,
+// staged in shared memory so that rows and columns are both read at full width.
 #pragma once
 
 #include "numeric.cuh"
@@ -10,16 +10,19 @@ constexpr int kThreads = 256;
 constexpr int kGroups = 8;
 constexpr int kTileRows = kGroups * kOrder;
 constexpr int kTileBytes = 256;
-constexpr int kPitch = kTileBytes + 16;  // the pad keeps row-wise and column-wise reads off one bank
+constexpr int kPitch =
+    kTileBytes + 16;  // the pad keeps row-wise and column-wise reads off one bank
 
-// x as the kernels see it. Row s * tokens + t is token t of sample s, and group b = (g, t) of a tile
-// takes token t of samples 16 g ... 16 g + 15. Rows fit 31 bits, a row's bytes 32.
+// x as the kernels see it. Row s * tokens + t is token t of sample s, and group b = (g, t) of a
+// tile takes token t of samples 16 g ... 16 g + 15. Rows fit 31 bits, a row's bytes 32.
 struct Matrix {
   const void* x;
   uint32_t rows, samples, tokens;
   uint32_t row_bytes;  // from one row to the next
   int64_t columns;
-  bool vectors;  // every row starts on 16 bytes and is whole 16-byte vectors
+  bool vectors;                // every row starts on 16 bytes and is whole 16-byte vectors
+  const uint32_t* row_absmax;  // loaded along with a row if not null: its own, or one for all
+  bool per_row;
 };
 
 // Steps through the groups of a tile without dividing at each.
@@ -48,14 +51,14 @@ struct Tile {
   static constexpr int kColumns = kTileBytes / sizeof(T);
   static constexpr int kPerThread = 8 / sizeof(T);  // columns of one 8-byte read
   alignas(16) unsigned char data[kTileRows * kPitch];
-  int row[kTileRows];  // of x, -1 where the tile leaves it
+  int row[kTileRows];          // of x, -1 where the tile leaves it
+  uint32_t absmax[kTileRows];  // of the row, when asked for
 
   // Per-column arrays in shared memory hold column lane * kPerThread + c at c * 32 + lane, so that
   // the threads which own whole columns of a group meet no bank twice.
   __device__ static int column_at(int i) { return i % 32 * kPerThread + i / 32; }
 
-  // Starts loading, zero where the tile leaves x; `row` is known after the next barrier, the data
-  // after wait() and a barrier.
+  // Starts loading, zero where the tile leaves x; all there after wait() and a barrier.
   __device__ void start(const Matrix& m, uint32_t first_block, int64_t first_column) {
     constexpr int kVectors = kTileBytes / 16;
     static_assert(kThreads / kVectors == kOrder, "a pass over the tile's threads is one group");
@@ -68,16 +71,23 @@ struct Tile {
     if (m.vectors) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g, walk.next(m))
-        copy_vector(target + g * kOrder * kPitch, source, m, note(walk.row(m, i), g, i, vector), left);
+        copy_vector(target + g * kOrder * kPitch, source, m, note(walk.row(m, i), g, i, vector, m),
+                    left);
     } else {
 #pragma unroll 1
       for (int g = 0; g < kGroups; ++g, walk.next(m))
-        copy_elements(target + g * kOrder * kPitch, source, m, note(walk.row(m, i), g, i, vector), left);
+        copy_elements(target + g * kOrder * kPitch, source, m,
+                      note(walk.row(m, i), g, i, vector, m), left);
     }
   }
 
-  __device__ int note(int from, int g, int i, int vector) {
-    if (vector == 0) row[g * kOrder + i] = from;
+  __device__ int note(int from, int g, int i, int vector, const Matrix& m) {
+    if (vector != 0) return from;
+    row[g * kOrder + i] = from;
+    if (m.row_absmax != nullptr && from >= 0)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                       static_cast<uint32_t>(__cvta_generic_to_shared(absmax + g * kOrder + i))),
+                   "l"(m.row_absmax + (m.per_row ? from : 0)));
     return from;
   }
 
@@ -125,8 +135,8 @@ struct Tile {
     for (int i = 0; i < kOrder; ++i) read_pair(source + i * kPitch, i, v);
   }
 
-  __device__ void read_pair(const unsigned char* source, int i,
-                            float (&v)[kPerThread][kOrder]) const {
+  __device__ static void read_pair(const unsigned char* source, int i,
+                                   float (&v)[kPerThread][kOrder]) {
     uint2 words = *reinterpret_cast<const uint2*>(source);
     float both[kPerThread];
     unpack(words.x, both, T());

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "device.hpp"
 #include "int4.hpp"
 #include "quantize.hpp"
 #include "tensors.hpp"
@@ -30,8 +31,8 @@ void dispatch(const Tensor& x, const Task& task, const char* op, void (*bf16)(co
   ScalarType dtype = x.scalar_type();
   if (dtype == ScalarType::BFloat16) return bf16(task);
   if (dtype == ScalarType::Half) return fp16(task);
-  STD_TORCH_CHECK(dtype == ScalarType::Float, "hot::", op, ": dtype number ", static_cast<int>(dtype),
-                  ", expected bfloat16, float16 or float32");
+  STD_TORCH_CHECK(dtype == ScalarType::Float, "hot::", op, ": dtype number ",
+                  static_cast<int>(dtype), ", expected bfloat16, float16 or float32");
   fp32(task);
 }
 
@@ -45,6 +46,7 @@ QuantizeTask task_of(const Tensor& x, const Call& call) {
   task.samples = x.size(0);
   task.tokens = 1;
   task.blocks = (x.size(0) + kOrder - 1) / kOrder;
+  task.sm_count = facts_of(call.device).sm_count;
   task.stream = call.stream;
   return task;
 }
@@ -63,9 +65,10 @@ Pair want_rows(QuantizeTask& task, const Tensor& x, float qmax, bool per_row) {
 
 Triple want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t tokens, float qmax,
                     bool per_column, const char* op) {
-  STD_TORCH_CHECK(rank >= 0 && rank <= kOrder, "hot::", op, ": rank is ", rank, ", expected 0 to 16");
-  STD_TORCH_CHECK(tokens >= 1 && (rank == 0 || task.rows % tokens == 0), "hot::", op, ": ", task.rows,
-                  " rows are not a multiple of tokens = ", tokens);
+  STD_TORCH_CHECK(rank >= 0 && rank <= kOrder, "hot::", op, ": rank is ", rank,
+                  ", expected 0 to 16");
+  STD_TORCH_CHECK(tokens >= 1 && (rank == 0 || task.rows % tokens == 0), "hot::", op, ": ",
+                  task.rows, " rows are not a multiple of tokens = ", tokens);
   task.want_columns = true;
   task.per_column = per_column;
   task.column_qmax = qmax;
@@ -100,10 +103,10 @@ void zero_outputs(const QuantizeTask& task, const Call& call) {
   }
 }
 
-void run(QuantizeTask& task, const Tensor& x, const Call& call, const char* op) {
-  if (task.rows == 0 || task.columns == 0) return zero_outputs(task, call);
-  int64_t rows = !task.want_rows ? 0 : task.per_row ? task.rows : 1;
-  int64_t columns = !task.want_columns ? 0 : task.per_column ? task.columns : 1;
+// Zeroed memory of what takes two passes.
+Tensor workspace_of(QuantizeTask& task, const Tensor& x, const Call& call) {
+  int64_t rows = task.want_rows ? (task.per_row ? task.rows : 1) : 0;
+  int64_t columns = task.want_columns ? (task.per_column ? task.columns : 1) : 0;
   int64_t sums = task.want_columns ? task.columns : 0;
   int64_t strips = (task.columns * x.element_size() + kStripBytes - 1) / kStripBytes;
   int64_t words = rows + columns + sums + strips;
@@ -114,7 +117,20 @@ void run(QuantizeTask& task, const Tensor& x, const Call& call, const char* op) 
   task.column_absmax = next + rows;
   task.column_sum = reinterpret_cast<int32_t*>(next + rows + columns);
   task.finished = next + rows + columns + sums;
-  dispatch(x, task, op, quantize_bf16, quantize_fp16, quantize_fp32);
+  return workspace;
+}
+
+void run(QuantizeTask& task, const Tensor& x, const Call& call, const char* op) {
+  if (task.rows == 0 || task.columns == 0) return zero_outputs(task, call);
+  if (!task.want_columns && rows_in_one_pass(task))
+    return dispatch(x, task, op, quantize_rows_bf16, quantize_rows_fp16, quantize_rows_fp32);
+  Tensor workspace = workspace_of(task, x, call);
+  if (!task.want_columns)
+    dispatch(x, task, op, quantize_rows_bf16, quantize_rows_fp16, quantize_rows_fp32);
+  else if (task.want_rows)
+    dispatch(x, task, op, quantize_grad_bf16, quantize_grad_fp16, quantize_grad_fp32);
+  else
+    dispatch(x, task, op, quantize_columns_bf16, quantize_columns_fp16, quantize_columns_fp32);
 }
 
 Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic) {
@@ -129,8 +145,8 @@ Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic)
   return out;
 }
 
-Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
-                        bool stochastic) {
+Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t bits,
+                        bool per_column, bool stochastic) {
   check_matrix(x, "quantize_columns", "x");
   float qmax = qmax_of(bits, "quantize_columns");
   Call call(x);
@@ -169,11 +185,16 @@ Triple compress_int4(const Tensor& x) {
   Tensor scale = empty(x, {columns, groups}, ScalarType::BFloat16);
   Tensor minimum = empty(x, {columns, groups}, ScalarType::BFloat16);
   if (x.numel() == 0) return {packed, scale, minimum};
-  CompressTask task = {rows.data_ptr(),    rows.size(0),
-                       columns,            rows.size(0) > 1 ? rows.stride(0) : columns,
-                       whole_vectors(rows), data<uint8_t>(packed),
-                       length,             data<uint16_t>(scale),
-                       data<uint16_t>(minimum), call.stream};
+  CompressTask task = {rows.data_ptr(),
+                       rows.size(0),
+                       columns,
+                       rows.size(0) > 1 ? rows.stride(0) : columns,
+                       whole_vectors(rows),
+                       data<uint8_t>(packed),
+                       length,
+                       data<uint16_t>(scale),
+                       data<uint16_t>(minimum),
+                       call.stream};
   dispatch(x, task, "compress_int4", compress_int4_bf16, compress_int4_fp16, compress_int4_fp32);
   return {packed, scale, minimum};
 }
@@ -196,8 +217,8 @@ Triple expand_int4_op(const Tensor& packed, const Tensor& scale, const Tensor& m
     call.zero(zero.data_ptr(), columns * sizeof(float));
     return {q, column_scale, zero};
   }
-  expand_int4(ExpandTask{data<uint8_t>(source), data<uint16_t>(steps), data<uint16_t>(lows), columns,
-                         length, groups, data<int8_t>(q), data<float>(column_scale),
+  expand_int4(ExpandTask{data<uint8_t>(source), data<uint16_t>(steps), data<uint16_t>(lows),
+                         columns, length, groups, data<int8_t>(q), data<float>(column_scale),
                          data<float>(zero), call.stream});
   return {q, column_scale, zero};
 }

@@ -1,0 +1,215 @@
+"""CUDA kernels one by one: bytes a second of the transforms, operations a second of the products.
+
+    python benchmarks/kernels.py --json kernels.json
+
+A transform's rate counts the bytes it must move, each input read once and each output written once,
+against a device-to-device copy measured in the same run. A product is shown beside torch.mm in bf16.
+Inputs are random and evicted from, or rotated beyond, the L2 cache; the figure is the median.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hot_compile.runtime import build
+
+hot = torch.ops.hot
+REPEATS = 15
+EVICTION_BYTES = 256 << 20
+
+TRANSFORM_SHAPES = [  # rows, columns, tokens: ViT-B at batch 128, Llama-7B at 8192 tokens
+    (25216, 768, 197),
+    (25216, 2304, 197),
+    (25216, 3072, 197),
+    (8192, 4096, 512),
+    (8192, 11008, 512),
+]
+PRODUCT_SHAPES = {  # M, N, K
+    "ViT-B qkv g_x": (25216, 768, 2304),
+    "ViT-B proj g_x": (25216, 768, 768),
+    "ViT-B fc1 g_x": (25216, 768, 3072),
+    "ViT-B fc2 g_x": (25216, 3072, 768),
+    "ViT-B qkv g_w half": (2304, 768, 12608),
+    "ViT-B proj g_w half": (768, 768, 12608),
+    "ViT-B fc1 g_w half": (3072, 768, 12608),
+    "ViT-B fc2 g_w half": (768, 3072, 12608),
+    "ViT-B qkv g_w": (2304, 768, 25216),
+    "ViT-B proj g_w": (768, 768, 25216),
+    "ViT-B fc1 g_w": (3072, 768, 25216),
+    "ViT-B fc2 g_w": (768, 3072, 25216),
+    "Llama q g_x": (8192, 4096, 4096),
+    "Llama up g_x": (8192, 4096, 11008),
+    "Llama down g_x": (8192, 11008, 4096),
+    "Llama up g_w half": (11008, 4096, 4096),
+    "Llama up g_w": (11008, 4096, 8192),
+}
+
+
+@dataclass
+class Transform:
+    """One operator on one shape; ``bytes_needed`` is what it must move."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+    bytes_needed: int
+    microseconds: float
+
+
+@dataclass
+class Product:
+    """One shape of scaled_int_mm and torch.mm in bf16, in microseconds."""
+
+    name: str
+    shape: tuple[int, int, int]
+    microseconds: dict[str, float]
+
+    def tera_ops(self, what: str) -> float:
+        """10^12 multiplications and additions a second."""
+        m, n, k = self.shape
+        return 2 * m * n * k / self.microseconds[what] / 1e6
+
+
+def microseconds(call: Callable[[int], object], evict: Tensor | None = None) -> float:
+    """Median device time of ``call(i)``; ``evict`` is overwritten before each."""
+    for i in range(3):
+        call(i)
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    for i, (start, end) in enumerate(pairs):
+        if evict is not None:
+            evict.fill_(i)
+        start.record()
+        call(i)
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
+
+
+def copy_rate() -> float:
+    """Bytes a second of a device-to-device copy, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2e6 * source.numel() / microseconds(lambda _: target.copy_(source))
+
+
+def _size(value: object) -> int:
+    tensors = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list[Transform]:
+    """Every transform on one gradient or activation of this shape."""
+    x = torch.randn(rows, columns, device="cuda", dtype=dtype)
+    stored = hot.compress_int4(x)
+    calls = {
+        "quantize_rows 4 bits": lambda _: hot.quantize_rows(x, 4, True, True),
+        "quantize_columns hla8 (x)": lambda _: hot.quantize_columns(x, 8, tokens, 8, True, False),
+        "quantize_columns plain (x)": lambda _: hot.quantize_columns(x, 0, 1, 8, True, False),
+        "quantize_columns HT16 (W)": lambda _: hot.quantize_columns(x, 16, 1, 4, True, False),
+        "quantize_grad hla8": lambda _: hot.quantize_grad(x, 4, True, 8, tokens, True),
+        "quantize_grad int4": lambda _: hot.quantize_grad(x, 4, True, 0, 1, True),
+        "compress_int4": lambda _: hot.compress_int4(x),
+        "expand_int4": lambda _: hot.expand_int4(*stored),
+    }
+    evict = torch.empty(EVICTION_BYTES, dtype=torch.uint8, device="cuda")
+    found = []
+    for name, call in calls.items():
+        read = stored if name == "expand_int4" else x
+        needed = _size(read) + _size(call(0))
+        spent = microseconds(call, evict)
+        found.append(Transform(name, rows, columns, str(dtype)[6:], needed, spent))
+    return found
+
+
+def product(name: str, shape: tuple[int, int, int]) -> Product:
+    """scaled_int_mm to bf16 (with and without rank-1 term) and fp32, and torch.mm."""
+    m, n, k = shape
+    copies = max(1, min(4, 1 + EVICTION_BYTES // (m * k + n * k)))  # past the L2 cache
+    operands = [
+        [torch.randint(-127, 128, (r, k), dtype=torch.int8, device="cuda") for r in (m, n)]
+        for _ in range(copies)
+    ]
+    a_scale, b_scale = torch.rand(m, device="cuda"), torch.rand(n, device="cuda")
+
+    def integer(i: int, dtype: torch.dtype, *terms: Tensor | None) -> Tensor:
+        return hot.scaled_int_mm(*operands[i % copies], a_scale, b_scale, *terms, dtype)
+
+    spent = {
+        "bf16": microseconds(lambda i: integer(i, torch.bfloat16, None, None)),
+        "bf16 rank-1": microseconds(lambda i: integer(i, torch.bfloat16, a_scale, b_scale)),
+        "fp32": microseconds(lambda i: integer(i, torch.float32, None, None)),
+    }
+    floats = [[t.bfloat16() for t in pair] for pair in operands]
+    spent["torch.mm"] = microseconds(
+        lambda i: torch.mm(floats[i % copies][0], floats[i % copies][1].t())
+    )
+    return Product(name, shape, spent)
+
+
+def transform_table(found: list[Transform], copy: float) -> Table:
+    """Rates against the copy's."""
+    table = Table(title=f"transforms; copy {copy / 1e12:.2f} TB/s")
+    for head in ("operator", "shape", "dtype", "us", "TB/s", "% of copy"):
+        table.add_column(head, justify="left" if head == "operator" else "right")
+    for t in found:
+        rate = t.bytes_needed / t.microseconds * 1e6
+        cells = (t.name, f"{t.rows} x {t.columns}", t.dtype, f"{t.microseconds:.1f}")
+        table.add_row(*cells, f"{rate / 1e12:.2f}", f"{100 * rate / copy:.0f}")
+    return table
+
+
+def product_table(found: list[Product]) -> Table:
+    """Times, and operations a second of the bf16 output."""
+    table = Table(title="scaled_int_mm, microseconds")
+    for head in ("product", "M x N x K", "bf16", "Tops/s", "rank-1", "fp32", "torch.mm bf16", "x"):
+        table.add_column(head, justify="left" if head == "product" else "right")
+    for p in found:
+        us = p.microseconds
+        table.add_row(
+            p.name,
+            " x ".join(map(str, p.shape)),
+            f"{us['bf16']:.1f}",
+            f"{p.tera_ops('bf16'):.0f}",
+            f"{us['bf16 rank-1']:.1f}",
+            f"{us['fp32']:.1f}",
+            f"{us['torch.mm']:.1f}",
+            f"{us['torch.mm'] / us['bf16']:.2f}",
+        )
+    return table
+
+
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+) -> None:
+    """Measure, print two tables, and write JSON on request."""
+    build.load("cuda")
+    torch.manual_seed(0)
+    copy = copy_rate()
+    moved = [t for s in TRANSFORM_SHAPES for t in transforms(*s, torch.bfloat16)]
+    moved += transforms(*TRANSFORM_SHAPES[2], torch.float32)
+    products = [product(name, shape) for name, shape in PRODUCT_SHAPES.items()]
+    console = Console(width=120)
+    console.print(transform_table(moved, copy))
+    console.print(product_table(products))
+    if json_file:
+        device = torch.cuda.get_device_name()
+        facts = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
+        facts |= {"copy_bytes_per_second": copy, "transforms": [asdict(t) for t in moved]}
+        facts |= {"products": [asdict(p) for p in products]}
+        json_file.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

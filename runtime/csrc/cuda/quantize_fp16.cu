@@ -1,7 +1,0 @@
-#include "quantize.cuh"
-
-namespace hot {
-
-void quantize_fp16(const QuantizeTask& task) { quantize<__half>(task); }
-
-}  // namespace hot
