@@ -77,6 +77,8 @@ class HotConfig:
     """Leave the classifier head exact, as the paper does."""
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
     dump: str | None = None
     """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
 
@@ -189,6 +191,20 @@ def _ratio(name: str, value: object) -> float:
     raise OptionError.value(name, value, "a number >= 0 (0: rewrite always; 1.05: the default)")
 
 
+RATE_NAMES = ("float32", "bfloat16", "float16", "integer", "int4", "transform", "launch")
+"""What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
+
+
+def _rates(name: str, value: object) -> tuple[tuple[str, float], ...]:
+    valid = isinstance(value, Mapping) and all(
+        key in RATE_NAMES and isinstance(rate, (int, float)) and rate > 0
+        for key, rate in value.items()
+    )
+    if not valid:
+        raise OptionError.value(name, value, f"a dict of positive numbers by {list(RATE_NAMES)}")
+    return tuple((key, float(rate)) for key, rate in value.items())  # type: ignore[attr-defined]
+
+
 def _path(name: str, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
@@ -206,5 +222,6 @@ _PARSERS: dict[str, Any] = {
     "override": _overrides,
     "keep_head": _one_of(True, False),
     "min_gain": _ratio,
+    "rates": _rates,
     "dump": _path,
 }

@@ -38,6 +38,12 @@ class Rates:
     int32_result: bool = False
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
 
+    def override(self, rates: dict[str, float]) -> Rates:
+        """The same device with some rates replaced: dtype names set ``exact``, the rest fields."""
+        exact = {dtype: rates.get(dtype, rate) for dtype, rate in self.exact.items()}
+        fields = {name: rate for name, rate in rates.items() if name not in exact}
+        return dataclasses.replace(self, exact=exact, **fields)  # type: ignore[arg-type]
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:

@@ -118,7 +118,12 @@ def plan(sites: Sequence[Site], config: HotConfig, pricing: Pricing) -> Plan:
         config: the user's recipe and options.
         pricing: gives a device's rates, or says why the runtime is missing there.
     """
-    return Plan(config.recipe, tuple(_decide(site, config, pricing) for site in sites))
+
+    def priced(device: torch.device) -> Rates | str:
+        rates = pricing(device)
+        return rates if isinstance(rates, str) else rates.override(dict(config.rates))
+
+    return Plan(config.recipe, tuple(_decide(site, config, priced) for site in sites))
 
 
 def _decide(site: Site, config: HotConfig, pricing: Pricing) -> Decision:

@@ -42,6 +42,8 @@ def test_paper_is_the_papers_text():
         ({"min_gain": "a lot"}, "number >= 0"),
         ({"keep_head": 1}, "[True, False]"),
         ({"dump": 3}, "folder's path"),
+        ({"rates": {"int2": 1e12}}, "positive numbers by"),
+        ({"rates": {"integer": -1}}, "positive numbers by"),
     ],
 )
 def test_bad_values_name_the_valid_ones(options, says):
@@ -76,6 +78,7 @@ def test_hash_sees_every_field():
         "keep_head": False,
         "min_gain": 2.0,
         "dump": "x",
+        "rates": (("integer", 1.0),),
     }
     assert changed.keys() == option_names()
     hashes = {dataclasses.replace(base, **{k: v}).stable_hash() for k, v in changed.items()}

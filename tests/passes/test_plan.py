@@ -52,8 +52,8 @@ def site(name="blocks.0.fc1", lead=(32, 197), gx=True, gw=True, refusal=None, **
     )
 
 
-def decide(one, rates=VNNI, **options):
-    (decision,) = plan([one], HotConfig.from_options(options), lambda device: rates)
+def decide(one, device_rates=VNNI, **options):
+    (decision,) = plan([one], HotConfig.from_options(options), lambda device: device_rates)
     return decision
 
 
@@ -112,6 +112,11 @@ def test_exact_always_says_why(one, options, why):
     decision = decide(one, **options)
     assert decision.strategy == "exact"
     assert why in decision.reason
+
+
+def test_rates_can_be_overridden():
+    assert "not worth it" in decide(site(), rates={"integer": 1e9, "float32": 1e12}).reason
+    assert decide(site(), AMPERE_LIKE, rates={"int4": 1e12}).gx_bits == 8
 
 
 def test_no_runtime_leaves_everything_exact():
