@@ -3,7 +3,7 @@
     python benchmarks/kernels.py --json kernels.json
 
 A transform's rate counts the bytes it must move, each input read once and each output written once,
-against a device-to-device copy measured in the same run. A product is shown beside torch.mm in bf16.
+against a device-to-device copy measured in the same run. A product stands beside bf16 torch.mm.
 Inputs are random and evicted from, or rotated beyond, the L2 cache; the figure is the median.
 """
 

@@ -13,16 +13,23 @@ __device__ inline void put(float x, __nv_bfloat16* out) { *out = __float2bfloat1
 __device__ inline void put(float x, __half* out) { *out = __float2half_rn(x); }
 __device__ inline void put(float x, float* out) { *out = x; }
 
-// The exact sum over slabs: 64 bits, since K may be longer than int32 sums can hold.
+// The exact sum over slabs: 64 bits, since K may be longer than int32 sums can hold. The stride is
+// padded to whole vectors, but nobody wrote the pad.
 __device__ inline void add_slabs(const CombineTask& task, int64_t at, int64_t (&sum)[4],
                                  int count) {
   for (int s = 0; s < task.slabs; ++s) {
     const int32_t* source = task.sums + s * task.slab + at;
-    int4 v = *reinterpret_cast<const int4*>(source);  // the stride is padded to whole vectors
+    int4 v = make_int4(source[0], 0, 0, 0);
+    if (count == 4) {
+      v = *reinterpret_cast<const int4*>(source);
+    } else {
+      if (count > 1) v.y = source[1];
+      if (count > 2) v.z = source[2];
+    }
     sum[0] += v.x;
-    if (count > 1) sum[1] += v.y;
-    if (count > 2) sum[2] += v.z;
-    if (count > 3) sum[3] += v.w;
+    sum[1] += v.y;
+    sum[2] += v.z;
+    sum[3] += v.w;
   }
 }
 

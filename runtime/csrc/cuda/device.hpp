@@ -36,10 +36,9 @@ inline DeviceFacts query_facts(int device) {
 }
 
 inline DeviceFacts facts_of(int device) {
-  constexpr int kMost = 64;
-  static DeviceFacts known[kMost];
-  static std::once_flag asked[kMost];
-  if (device < 0 || device >= kMost) throw std::runtime_error("hot: device index above 63");
+  static DeviceFacts known[kMostDevices];
+  static std::once_flag asked[kMostDevices];
+  if (device < 0 || device >= kMostDevices) throw std::runtime_error("hot: device index above 63");
   std::call_once(asked[device], [device] { known[device] = query_facts(device); });
   DeviceFacts facts = known[device];
   facts.hopper = facts.hopper && !forced_sm80();

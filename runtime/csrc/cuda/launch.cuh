@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -15,6 +16,18 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
+
+// Lets a kernel have more shared memory than the default; asked once a device, the call is slow.
+constexpr int kMostDevices = 64;
+
+template <auto kKernel, int kBytes>
+void allow_shared(int device) {
+  static std::atomic<bool> allowed[kMostDevices];
+  if (allowed[device].load(std::memory_order_acquire)) return;
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+             "shared memory");
+  allowed[device].store(true, std::memory_order_release);
+}
 
 inline unsigned grid_size(int64_t blocks) {
   if (blocks > INT32_MAX) throw std::runtime_error("hot: tensor needs more than 2^31 - 1 blocks");

@@ -365,26 +365,25 @@ __global__ void __launch_bounds__(kThreads, Buffers<kRows, kColumnsMode, true>::
 }
 
 // Enough blocks per strip to fill the device once, or one per tile.
-template <class Shape, class T, class Kernel>
-void launch_tiles(Kernel kernel, const char* name, const QuantizeTask& task) {
+template <class T, class Shape, auto kKernel>
+void launch_tiles(const char* name, const QuantizeTask& task) {
   constexpr int kShared = Shape::kCount * sizeof(Tile<T>);
   int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
   int64_t tiles = (task.blocks + kGroups - 1) / kGroups;
   int64_t walkers = std::max<int64_t>(1, Shape::kBlocksPerSm * task.sm_count / strips);
   if (Shape::kCount == 1) walkers = kMostY;
   dim3 grid(grid_size(strips), grid_size(std::min(walkers, tiles)));
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-             name);
-  kernel<<<grid, kThreads, kShared, task.stream>>>(task, static_cast<uint32_t>(tiles));
+  allow_shared<kKernel, kShared>(task.device);
+  kKernel<<<grid, kThreads, kShared, task.stream>>>(task, static_cast<uint32_t>(tiles));
   check_launch(name);
 }
 
 template <class T, bool kRows, int kColumnsMode, bool kStochastic>
 void launch_quantize(const QuantizeTask& task) {
-  launch_tiles<Buffers<kRows, kColumnsMode, false>, T>(absmax_kernel<T, kRows, kColumnsMode>,
-                                                       "absmax", task);
-  launch_tiles<Buffers<kRows, kColumnsMode, true>, T>(
-      quantize_kernel<T, kRows, kColumnsMode, kStochastic>, "quantize", task);
+  launch_tiles<T, Buffers<kRows, kColumnsMode, false>, absmax_kernel<T, kRows, kColumnsMode>>(
+      "absmax", task);
+  launch_tiles<T, Buffers<kRows, kColumnsMode, true>,
+               quantize_kernel<T, kRows, kColumnsMode, kStochastic>>("quantize", task);
 }
 
 template <class T, bool kRows, bool kStochastic>

@@ -12,7 +12,7 @@ struct QuantizeTask {
   int64_t rows, columns, stride;  // at most 2^31 - 1 rows, 2^32 - 1 bytes from one to the next
   bool vectors;                   // every row starts on 16 bytes and is whole 16-byte vectors
   bool stochastic;
-  int sm_count;
+  int device, sm_count;
 
   bool want_rows;
   bool per_row;

@@ -46,6 +46,7 @@ QuantizeTask task_of(const Tensor& x, const Call& call) {
   task.samples = x.size(0);
   task.tokens = 1;
   task.blocks = (x.size(0) + kOrder - 1) / kOrder;
+  task.device = call.device;
   task.sm_count = facts_of(call.device).sm_count;
   task.stream = call.stream;
   return task;
