@@ -35,13 +35,13 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         int32_result=True,
     ),
-    # NVIDIA H200: products of targets' shapes, transforms, launches (benchmarks/kernels.py).
+    # NVIDIA H200, fitted to benchmarks/layers.py on ViT-B and Llama-7B shapes (docs/benchmarks.md).
     "sm90": Rates(
-        exact={"float32": 48e12, "tfloat32": 300e12, "bfloat16": 690e12, "float16": 690e12},
-        integer=1150e12,
-        int4=1150e12,
-        transform=3.0e12,
-        launch=3e-6,
+        exact={"float32": 49e12, "tfloat32": 300e12, "bfloat16": 770e12, "float16": 770e12},
+        integer=1300e12,
+        int4=1300e12,
+        transform=2.7e12,
+        launch=4e-6,
     ),
     # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice.
     "sm80": Rates(
