@@ -30,6 +30,9 @@ from hot_compile.runtime.extensions import Extension, cpu_extension
 from hot_compile.runtime.toolkit import cuda_extension
 
 _CXX_NAMES = ("g++", "clang++", "c++")
+# torch's own C++ runtime: an exception thrown by another copy, which a compiler that links it
+# statically would put into the library, crashes the process on its way out
+_CXX_RUNTIME = ("-l:libstdc++.so.6",) if sys.platform == "linux" else ()
 _EXTENSIONS: dict[str, Callable[[], Extension]] = {
     "cpu": cpu_extension,
     "cuda": cuda_extension,
@@ -124,7 +127,7 @@ def _build_file(extension: Extension, compiler: tuple[str, ...]) -> str:
             f"  cxx = {_quote(special.get(path.suffix, compiler))}",
             f"  flags = {_quote(extension.flags + source.flags + include)}",
         ]
-    link = ("-L" + str(root / "lib"), *extension.link_flags)
+    link = ("-L" + str(root / "lib"), *extension.link_flags, *_CXX_RUNTIME)
     lines += [f"build {extension.name}.so: link {' '.join(objects)}", f"  flags = {_quote(link)}"]
     return "\n".join(lines) + "\n"
 
