@@ -73,6 +73,10 @@ class HotConfig:
     """Globs on the layer's module path: these stay exact."""
     override: tuple[tuple[str, Strategy], ...] = ()
     """(glob, strategy) pairs; the last match decides the layer's strategy, cost model or not."""
+    recompute: bool = True
+    """Let min-cut recompute an x that is a cheap function of what is saved anyway (the output of a
+    norm or activation) instead of saving it, even compressed (docs/adr/0004); False: the compressed
+    x is what crosses, as in the paper's ABC."""
     keep_head: bool = True
     """Leave the classifier head exact, as the paper does."""
     min_gain: float = 1.05
@@ -123,6 +127,7 @@ RECIPES: dict[str, HotConfig] = {
         gx_bits=4,
         per_channel=False,
         rows=Rows.CONSECUTIVE,
+        recompute=False,
     ),
     "exact": HotConfig(recipe="exact", strategies=_strategies("exact")),
 }
@@ -220,6 +225,7 @@ _PARSERS: dict[str, Any] = {
     "include": _globs,
     "exclude": _globs,
     "override": _overrides,
+    "recompute": _one_of(True, False),
     "keep_head": _one_of(True, False),
     "min_gain": _ratio,
     "rates": _rates,

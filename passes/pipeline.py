@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
@@ -81,7 +83,7 @@ class JointPass(CustomGraphPass):
                 "hot: the joint graph could not be read; this graph stays exact", exc_info=True
             )
             return
-        self.plan = rewrite(graph, sites, chosen)
+        self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
         context.recorder.graph("joint.after", graph)
 
     def uuid(self) -> Any:
@@ -104,7 +106,8 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph, then shorten and record what came of it."""
         partition: Callable = self._inner or min_cut_rematerialization_partition
-        forward, backward = partition(gm, joint_inputs, **kwargs)
+        with self._recomputation():
+            forward, backward = partition(gm, joint_inputs, **kwargs)
         shorten(backward.graph)
         backward.recompile()
         recorder = self._context.recorder
@@ -112,6 +115,16 @@ class Partitioner(CustomPartitionerFn):
         recorder.graph("backward", backward)
         recorder.finished(self._joint.plan, crossing(forward, kwargs["num_fwd_outputs"]))
         return forward, backward
+
+    def _recomputation(self) -> contextlib.AbstractContextManager[None]:
+        """Where we rewrote something: min-cut may recompute pointwise inputs of backward products.
+
+        Inductor bans that by default, because an exact product reads such an x from memory anyway.
+        """
+        plan = self._joint.plan
+        if plan is None or not plan.rewritten or not self._context.config.recompute:
+            return contextlib.nullcontext()
+        return functorch_config.patch(ban_recompute_materialized_backward=False)
 
     def uuid(self) -> Any:
         """Key for Inductor's caches."""

@@ -31,20 +31,22 @@ _META = (
 )
 
 
-def rewrite(graph: fx.Graph, sites: Sequence[Site], plan: Plan) -> Plan:
+def rewrite(graph: fx.Graph, sites: Sequence[Site], plan: Plan, pin: bool) -> Plan:
     """Apply ``plan`` to ``graph`` in place.
+
+    ``pin``: the compressed x crosses to the backward even where x is cheap to recompute.
 
     Returns the plan as carried out: a layer whose nodes could not be built stays exact, with the
     error as its reason.
     """
     by_name = {site.name: site for site in sites}
-    done = tuple(_apply(graph, by_name[d.site], d) for d in plan)
+    done = tuple(_apply(graph, by_name[d.site], d, pin) for d in plan)
     graph.eliminate_dead_code()
     graph.lint()
     return dataclasses.replace(plan, decisions=done)
 
 
-def _apply(graph: fx.Graph, site: Site, decision: Decision) -> Decision:
+def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decision:
     if decision.strategy is Strategy.EXACT or site.nodes is None:
         return decision
     builder = _Builder(graph, site.nodes)
@@ -56,7 +58,7 @@ def _apply(graph: fx.Graph, site: Site, decision: Decision) -> Decision:
         return dataclasses.replace(decision, strategy=Strategy.EXACT, reason=reason)
     for old, new in swaps:
         old.replace_all_uses_with(new)
-    if decision.gw and decision.strategy is not Strategy.GX_ONLY:
+    if pin and decision.gw and decision.strategy is not Strategy.GX_ONLY:
         _pin(site.nodes.x)
     return decision
 

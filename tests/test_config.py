@@ -76,6 +76,7 @@ def test_hash_sees_every_field():
         "exclude": ("a",),
         "override": (("a", Strategy.INT8),),
         "keep_head": False,
+        "recompute": False,
         "min_gain": 2.0,
         "dump": "x",
         "rates": (("integer", 1.0),),
