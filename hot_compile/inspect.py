@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,19 @@ class Explanation:
         for column in ("layer", "L x O x I", "strategy", "gain", "saved before", "after", "why"):
             numeric = column in ("gain", "saved before", "after")
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        stored = self._stored_bytes()
         for decisions in _folded(self.plan):
-            first, *more = _row(decisions[0])
+            first, *more = _row(decisions[0], stored.pop(decisions[0].site.split("#")[0], 0))
             table.add_row(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
         return table
+
+    def _stored_bytes(self) -> dict[str, int]:
+        """By layer: bytes of compressed x that really cross; a shared x counts once, as the first's."""
+        stored: Counter[str] = Counter()
+        for graph in self.graphs:
+            for c in graph.crossing:
+                stored[c.module] += c.bytes if c.packed else 0
+        return dict(stored)
 
     def __str__(self) -> str:
         console = Console(width=140, record=False)
@@ -147,7 +157,7 @@ def _folded(plan: Plan) -> list[list[Decision]]:
     return list(entries.values())
 
 
-def _row(d: Decision) -> tuple[str, ...]:
+def _row(d: Decision, stored: int) -> tuple[str, ...]:
     exact = d.strategy is Strategy.EXACT
     bits = "" if exact or not d.gx else f" (g_x INT{d.gx_bits})"
     return (
@@ -156,8 +166,8 @@ def _row(d: Decision) -> tuple[str, ...]:
         f"{d.strategy}{bits}",
         "" if exact else f"{d.predicted_gain:.2f}x",
         _megabytes(d.bytes_before),
-        "" if exact else _megabytes(d.bytes_after),
-        d.reason,
+        "" if exact else _megabytes(stored),
+        d.reason or ("" if stored or not d.gw else "x is recomputed, or kept for another reader"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import torch
 from torch import fx
@@ -22,6 +23,8 @@ class Crossing:
     dtype: str
     shape: tuple[str, ...]
     bytes: int
+    packed: bool
+    """A part of what one of our operators made of a layer's x."""
 
 
 def crossing(forward: fx.GraphModule, num_fwd_outputs: int) -> tuple[Crossing, ...]:
@@ -54,4 +57,10 @@ def _crossing(node: fx.Node, value: torch.Tensor) -> Crossing:
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(str(length) for length in value.shape),
         bytes=size,
+        packed=_is_packed(node),
     )
+
+
+def _is_packed(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "hot"

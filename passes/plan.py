@@ -47,6 +47,7 @@ class Decision:
     bytes_before: int
     """x as exact Inductor would save it."""
     bytes_after: int
+    """x as this strategy stores it, where it has to be stored at all."""
 
 
 @dataclasses.dataclass(frozen=True)
