@@ -132,7 +132,7 @@ class Explanation:
         return table
 
     def _stored_bytes(self) -> dict[str, int]:
-        """By layer: bytes of compressed x that really cross; a shared x counts once, as the first's."""
+        """By layer: bytes of compressed x that cross; a shared x counts once, as the first's."""
         stored: Counter[str] = Counter()
         for graph in self.graphs:
             for c in graph.crossing:
