@@ -33,12 +33,17 @@ class GraphReport:
     plan: Plan
     crossing: tuple[Crossing, ...]
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept from forward to backward, parameters and inputs aside."""
+        return sum(c.bytes for c in self.crossing)
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
         return {
             "plan": self.plan.to_json(),
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
-            "held_bytes": sum(c.bytes for c in self.crossing),
+            "held_bytes": self.held_bytes,
         }
 
 
@@ -109,8 +114,8 @@ class Explanation:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes kept from forward to backward, parameters and inputs aside."""
-        return sum(c.bytes for graph in self.graphs for c in graph.crossing)
+        """Bytes kept from forward to backward by all graphs together."""
+        return sum(graph.held_bytes for graph in self.graphs)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form of every graph."""

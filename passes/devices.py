@@ -71,7 +71,7 @@ def pricing(device: torch.device) -> Rates | str:
     if missing:
         return missing
     if device.type == "cpu":
-        return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
+        return _cpu_rates()
     return _cuda_rates(torch.cuda.get_device_capability(device), _tf32())
 
 
@@ -89,6 +89,12 @@ def _missing(device_type: str) -> str | None:
         )
         return f"no runtime for {device_type}: {error}"
     return None
+
+
+@cache
+def _cpu_rates() -> Rates:
+    """Asked once: looking for a compiler again for every layer would be work for nothing."""
+    return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
 
 
 def _cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:

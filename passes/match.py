@@ -158,7 +158,7 @@ class _Context:
             dtype=nodes.grad_output.meta["val"].dtype,
             device=nodes.grad_output.meta["val"].device,
             lead=lead,
-            batched=any(lead[0] is size or _same(lead[0], size) for size in self.batch_sizes),
+            batched=any(_same(lead[0], size) for size in self.batch_sizes),
             head=_is_head(forward),
             refusal=refusal,
             nodes=None if refusal else nodes,

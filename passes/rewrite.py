@@ -108,7 +108,7 @@ def _build(b: _Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]
     assert nodes is not None
     gw = d.gw and d.strategy is not Strategy.GX_ONLY
     saved = _compress(b, d) if gw else ()
-    first = min((n for n in (nodes.grad_input, nodes.grad_weight) if n), key=_position(b.graph))
+    first = min(n for n in (nodes.grad_input, nodes.grad_weight) if n)  # nodes order by place
     rows, columns = _quantize_grad(b, d, first, gw)
     swaps = []
     if nodes.grad_input is not None:
@@ -126,11 +126,6 @@ def _build(b: _Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]
             args = (x_q, g_q, x_scale, g_scale, x_zero, total, site.dtype)
         swaps.append((at, b.call(at, False, at, ops.scaled_int_mm.default, *args)))
     return swaps
-
-
-def _position(graph: fx.Graph) -> Any:
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    return order.__getitem__
 
 
 def _compress(b: _Builder, d: Decision) -> tuple[fx.Node, ...]:
