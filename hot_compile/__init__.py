@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .calibration import calibrate
     from .config import HotConfig, Strategy
     from .inspect import Explanation, explain
+    from .passes.profile import Profile
 
 __version__ = "0.1.0"
-__all__ = ["Explanation", "HotConfig", "Strategy", "explain"]
+__all__ = ["Explanation", "HotConfig", "Profile", "Strategy", "calibrate", "explain"]
 
 _HOMES = {
+    "calibrate": "calibration",
+    "Profile": "passes.profile",
     "explain": "inspect",
     "Explanation": "inspect",
     "HotConfig": "config",

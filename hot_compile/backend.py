@@ -19,7 +19,9 @@ from .inspect import Dump
 from .passes.devices import pricing
 from .passes.graph import clean_path, module_path
 from .passes.match import GraphInputs
+from .passes.observe import Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
+from .passes.profile import Profile
 from .runtime.providers import runtime_version
 
 _DISABLING = "use_joint_graph_passes"
@@ -32,6 +34,7 @@ def hot(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     recorder: Recorder | None = None,
+    observer: Observer | None = None,
     inner_compile: Callable[..., Any] = compile_fx_inner,
     **_: Any,
 ) -> Any:
@@ -45,19 +48,24 @@ def hot(
         options: ours (see ``HotConfig``) and Inductor's, mixed.
         recorder: told of every stage of every graph (used by ``explain``); by default one that
             writes to the folder of option ``dump`` or HOT_DUMP, if any.
+        observer: shown every layer's operands in each backward; the gradients are then exact, and
+            ``inner_compile`` must be one that runs the graphs as they are.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
 
     Raises:
         OptionError: an option is unknown or has a bad value.
         PassDisabledError: the mode or options would switch joint graph passes off.
+        ProfileFormatError, ProfileMismatchError: option ``profile`` names a file that is no
+            profile, or one of another model.
     """
     ours, theirs = split_options(options)
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+    profile = Profile.load(config.profile) if config.profile else None
     dump = config.dump or os.environ.get("HOT_DUMP")  # the one environment variable, for debugging
-    if dump or recorder:
+    if dump or recorder or observer:
         patches["force_disable_caches"] = True  # on a cache hit no pass runs: nothing to report
     inputs = _graph_inputs(gm)
     context = Context(
@@ -65,7 +73,9 @@ def hot(
         inputs=inputs,
         pricing=pricing,
         recorder=recorder or Dump(dump),
-        identity=_identity(gm, config, inputs, example_inputs),
+        identity=_identity(gm, config, inputs, example_inputs, profile),
+        profile=profile,
+        observer=observer,
     )
     joint = JointPass(context, _existing_passes(patches))
     patches["joint_custom_pre_pass"] = joint
@@ -125,7 +135,11 @@ def _parameter_name(source: Any, value: Any) -> str | None:
 
 
 def _identity(
-    gm: fx.GraphModule, config: HotConfig, inputs: GraphInputs, example_inputs: Sequence[Any]
+    gm: fx.GraphModule,
+    config: HotConfig,
+    inputs: GraphInputs,
+    example_inputs: Sequence[Any],
+    profile: Profile | None,
 ) -> str:
     """Digest of all that changes the compiled code besides the graph itself.
 
@@ -134,5 +148,14 @@ def _identity(
     paths = sorted({module_path(node) or "" for node in gm.graph.nodes})
     devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)})
     prices = [repr(pricing(torch.device(device))) for device in devices]
-    parts = (sources_hash(), runtime_version(), config.stable_hash(), inputs, paths, prices)
+    content = profile.content_hash() if profile else None
+    parts = (
+        sources_hash(),
+        runtime_version(),
+        config.stable_hash(),
+        inputs,
+        paths,
+        prices,
+        content,
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()

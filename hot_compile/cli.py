@@ -1,4 +1,4 @@
-"""``hot-compile``: build the runtime ahead of time, and say what this machine has and lacks."""
+"""``hot-compile``: build the runtime, say what this machine has and lacks, read profiles."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__
+from . import __version__, profile_cli
 from .errors import BuildError
 from .runtime import build as building
 from .runtime.providers import status
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app.add_typer(profile_cli.app, name="profile")
 console = Console()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -83,6 +84,11 @@ class HotConfig:
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
     rates: tuple[tuple[str, float], ...] = ()
     """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
+    profile: str | None = None
+    """File made by ``calibrate(...).save(path)``: strategies are chosen by what it measured."""
+    error_budget: float | None = 0.2
+    """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
+    None: the recipe's strategies are taken whatever they measured (``paper``)."""
     dump: str | None = None
     """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
 
@@ -117,7 +123,7 @@ RECIPES: dict[str, HotConfig] = {
     # Same memory as the paper's ABC, near lossless (docs/adr/0001): the default.
     "hot": HotConfig(),
     # Half-length g_w product where the rows can be grouped across the batch.
-    "fast": HotConfig(recipe="fast", strategies=_strategies("hla8 int4")),
+    "fast": HotConfig(recipe="fast", strategies=_strategies("hla8 int4"), error_budget=0.5),
     # 8-bit everywhere: the closest to exact that is still integer.
     "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8),
     # The paper's text, verbatim: per-tensor scales, HLA(8) by LP_L1 on consecutive rows.
@@ -128,8 +134,9 @@ RECIPES: dict[str, HotConfig] = {
         per_channel=False,
         rows=Rows.CONSECUTIVE,
         recompute=False,
+        error_budget=None,
     ),
-    "exact": HotConfig(recipe="exact", strategies=_strategies("exact")),
+    "exact": HotConfig(recipe="exact", strategies=_strategies("exact"), error_budget=None),
 }
 
 
@@ -196,6 +203,14 @@ def _ratio(name: str, value: object) -> float:
     raise OptionError.value(name, value, "a number >= 0 (0: rewrite always; 1.05: the default)")
 
 
+def _budget(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise OptionError.value(name, value, "a relative error > 0 such as 0.2, or None")
+
+
 RATE_NAMES = ("float32", "bfloat16", "float16", "integer", "int4", "transform", "launch")
 """What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
 
@@ -211,9 +226,9 @@ def _rates(name: str, value: object) -> tuple[tuple[str, float], ...]:
 
 
 def _path(name: str, value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise OptionError.value(name, value, "a folder's path, or None")
+    if value is None or isinstance(value, (str, os.PathLike)):
+        return None if value is None else os.fspath(value)
+    raise OptionError.value(name, value, "a path, or None")
 
 
 _PARSERS: dict[str, Any] = {
@@ -229,5 +244,7 @@ _PARSERS: dict[str, Any] = {
     "keep_head": _one_of(True, False),
     "min_gain": _ratio,
     "rates": _rates,
+    "profile": _path,
+    "error_budget": _budget,
     "dump": _path,
 }

@@ -37,3 +37,15 @@ class BuildError(HotError, RuntimeError):
 
 class PlanFormatError(HotError, ValueError):
     """A plan read from JSON is not one this version understands."""
+
+
+class ProfileFormatError(HotError, ValueError):
+    """A profile read from a file is not one this version understands."""
+
+
+class ProfileMismatchError(HotError, ValueError):
+    """A profile was made of another model, or under another configuration."""
+
+
+class CalibrationError(HotError, RuntimeError):
+    """Calibration saw nothing it could measure."""

@@ -18,9 +18,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from hot_compile.config import HotConfig
+from hot_compile.errors import HotError
 from hot_compile.passes.crossing import Crossing, crossing
 from hot_compile.passes.match import GraphInputs, match
+from hot_compile.passes.observe import Observer, observe
 from hot_compile.passes.plan import Plan, Pricing, plan
+from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.shorten import shorten
 
@@ -47,6 +50,10 @@ class Context:
     recorder: Recorder
     identity: str
     """Digest of everything outside the graph that changes the code, for Inductor's cache key."""
+    profile: Profile | None = None
+    """What calibration measured of this model."""
+    observer: Observer | None = None
+    """Shown every layer's operands in each backward; the graph is then left exact."""
 
 
 @cache
@@ -77,7 +84,12 @@ class JointPass(CustomGraphPass):
             sites = match(graph, context.inputs)
             if not sites:
                 return
-            chosen = plan(sites, context.config, context.pricing)
+            if context.observer is not None:
+                observe(graph, sites, context.observer)
+                return
+            chosen = plan(sites, context.config, context.pricing, context.profile)
+        except HotError:  # the user's mistake, e.g. a profile of another model
+            raise
         except Exception:
             log.warning(
                 "hot: the joint graph could not be read; this graph stays exact", exc_info=True

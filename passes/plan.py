@@ -14,10 +14,12 @@ import torch
 
 from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
+from hot_compile.passes import lqs
 from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_bytes
+from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, hint
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
 
@@ -38,6 +40,8 @@ class Decision:
     """The graph computes g_w."""
     gx_bits: int
     per_channel: bool
+    per_token: bool
+    """Scales of g_y per row for g_x although the others are per tensor (the paper's LQS)."""
     rank: int
     """HLA rank for g_w; 0: rows are not transformed."""
     tokens: int
@@ -111,23 +115,35 @@ Pricing = Callable[[torch.device], "Rates | str"]
 """Rates of a device, or the reason why nothing can run there."""
 
 
-def plan(sites: Sequence[Site], config: HotConfig, pricing: Pricing) -> Plan:
+def plan(
+    sites: Sequence[Site], config: HotConfig, pricing: Pricing, profile: Profile | None = None
+) -> Plan:
     """Choose a strategy for every Site.
 
     Args:
         sites: what ``match`` found.
         config: the user's recipe and options.
         pricing: gives a device's rates, or says why the runtime is missing there.
+        profile: what calibration measured of this model, if it did.
+
+    Raises:
+        ProfileMismatchError: the profile is of another model.
     """
+    if profile is not None:
+        profile.check(sites, config.rank)
+    layers = profile.layers if profile is not None else {}
 
     def priced(device: torch.device) -> Rates | str:
         rates = pricing(device)
         return rates if isinstance(rates, str) else rates.override(dict(config.rates))
 
-    return Plan(config.recipe, tuple(_decide(site, config, priced) for site in sites))
+    decisions = (_decide(site, config, priced, layers.get(site.name)) for site in sites)
+    return Plan(config.recipe, tuple(decisions))
 
 
-def _decide(site: Site, config: HotConfig, pricing: Pricing) -> Decision:
+def _decide(
+    site: Site, config: HotConfig, pricing: Pricing, layer: LayerProfile | None
+) -> Decision:
     if site.refusal:
         return _decision(site, config, Strategy.EXACT, site.refusal)
     rates = pricing(site.device)
@@ -136,13 +152,14 @@ def _decide(site: Site, config: HotConfig, pricing: Pricing) -> Decision:
     forced = _override(site.name, config)
     if forced is not None:
         strategy, reason = _feasible(site, config, (forced,))
-        return _decision(site, config, strategy, reason or "chosen by override", rates)
+        return _decision(site, config, strategy, reason or "chosen by override", rates, layer)
     if excluded := _excluded(site, config):
         return _decision(site, config, Strategy.EXACT, excluded, rates)
-    strategy, reason = _feasible(site, config, config.strategies)
+    tried = config.strategies if layer is None else lqs.candidates(config)
+    strategy, reason = _feasible(site, config, tried, layer, _gx_bits(config, rates, layer))
     if strategy is Strategy.EXACT:
         return _decision(site, config, strategy, reason or "recipe 'exact'", rates)
-    decision = _decision(site, config, strategy, reason, rates)
+    decision = _decision(site, config, strategy, reason, rates, layer)
     if decision.predicted_gain < config.min_gain:
         why = f"not worth it: {strategy} predicted {decision.predicted_gain:.2f}x exact"
         return _decision(site, config, Strategy.EXACT, why, rates)
@@ -171,27 +188,35 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
 
 
 def _feasible(
-    site: Site, config: HotConfig, strategies: tuple[Strategy, ...]
+    site: Site,
+    config: HotConfig,
+    strategies: tuple[Strategy, ...],
+    layer: LayerProfile | None = None,
+    bits: int = 8,
 ) -> tuple[Strategy, str]:
-    """The first strategy this layer's facts allow, and why not the earlier ones."""
+    """The first strategy that this layer's facts and, if measured, its errors allow; and why."""
     if hint(site.rows) == 0:
         return Strategy.EXACT, "empty batch"
+    reasons: list[str] = []
     if not site.needs_grad_weight and Strategy.EXACT not in strategies:
-        return Strategy.GX_ONLY, "frozen weight: no g_w, nothing saved"
-    skipped: list[str] = []
+        strategies = (Strategy.GX_ONLY,)
+        reasons.append("frozen weight: no g_w, nothing saved")
     for strategy in strategies:
-        problem = _batch_problem(site) if _wants_batch(strategy, config) else None
+        problem = batch_problem(site) if _wants_batch(strategy, config) else None
+        problem = problem or lqs.over_budget(layer, config, strategy, bits)
         if problem is None:
-            return strategy, "; ".join(skipped)
-        skipped.append(f"no {strategy}: {problem}")
-    return Strategy.EXACT, "; ".join(skipped)
+            if layer is not None and strategy is not Strategy.EXACT:
+                reasons.append(lqs.verdict(layer, config, strategy, bits))
+            return strategy, "; ".join(filter(None, reasons))
+        reasons.append(f"no {strategy}: {problem}")
+    return Strategy.EXACT, "; ".join(reasons)
 
 
 def _wants_batch(strategy: Strategy, config: HotConfig) -> bool:
     return strategy is Strategy.HLA8 and config.rows is Rows.BATCH
 
 
-def _batch_problem(site: Site) -> str | None:
+def batch_problem(site: Site) -> str | None:
     """Why rows cannot be grouped across the batch, or None."""
     if not site.batched:
         return "its first dimension is not the batch"
@@ -203,7 +228,12 @@ def _batch_problem(site: Site) -> str | None:
 
 
 def _decision(
-    site: Site, config: HotConfig, strategy: Strategy, reason: str, rates: Rates | None = None
+    site: Site,
+    config: HotConfig,
+    strategy: Strategy,
+    reason: str,
+    rates: Rates | None = None,
+    layer: LayerProfile | None = None,
 ) -> Decision:
     """Fill in the numbers that follow from the choice."""
     gx, gw = site.needs_grad_input, site.needs_grad_weight
@@ -227,14 +257,19 @@ def _decision(
         reason=reason,
         gx=gx,
         gw=gw,
-        gx_bits=config.gx_bits or _free_bits(rates),
+        gx_bits=_gx_bits(config, rates, layer),
         per_channel=config.per_channel,
+        per_token=lqs.per_token(layer, config),
         rank=config.rank if hla else 0,
         tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(strategy, config) else 1,
         predicted_gain=round(gain, 3),
         bytes_before=int(at(saved_bytes(Strategy.EXACT), shape)) if gw else 0,
         bytes_after=_saved(strategy, shape) if gw else 0,
     )
+
+
+def _gx_bits(config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:
+    return lqs.gx_bits(layer, config, _free_bits(rates))
 
 
 def _free_bits(rates: Rates | None) -> int:

@@ -63,6 +63,11 @@ def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decisi
     return decision
 
 
+def describe(like: fx.Node) -> dict[str, Any]:
+    """Metadata for a node made in the place of ``like``, all but its value."""
+    return {key: like.meta[key] for key in _META if key in like.meta}
+
+
 class _Builder:
     """Inserts operator nodes with the metadata the partitioner and Inductor need."""
 
@@ -77,7 +82,7 @@ class _Builder:
         with insert(at):
             node = self.graph.call_function(op, args)
         self.made.append(node)
-        node.meta = {key: like.meta[key] for key in _META if key in like.meta}
+        node.meta = describe(like)
         fake = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
         with _fake_mode(self.nodes.x):
             node.meta["val"] = op(*fake)
@@ -155,11 +160,12 @@ def _quantize_grad(
     ops, g = torch.ops.hot, b.nodes.grad_output
     gx = b.nodes.grad_input is not None
     if gx and gw:
-        args: tuple[Any, ...] = (g, d.gx_bits, d.per_channel, d.rank, d.tokens, d.per_channel)
+        per_row = d.per_channel or d.per_token
+        args: tuple[Any, ...] = (g, d.gx_bits, per_row, d.rank, d.tokens, d.per_channel)
         parts = b.parts(b.call(at, False, at, ops.quantize_grad.default, *args))
         return parts[:2], parts[2:]
     if gx:
-        args = (g, d.gx_bits, d.per_channel, True)
+        args = (g, d.gx_bits, d.per_channel or d.per_token, True)
         return b.parts(b.call(at, False, at, ops.quantize_rows.default, *args)), ()
     args = (g, d.rank, d.tokens, 8, d.per_channel, True)
     return (), b.parts(b.call(at, False, at, ops.quantize_columns.default, *args))

@@ -41,7 +41,9 @@ def test_paper_is_the_papers_text():
         ({"min_gain": -1}, "number >= 0"),
         ({"min_gain": "a lot"}, "number >= 0"),
         ({"keep_head": 1}, "[True, False]"),
-        ({"dump": 3}, "folder's path"),
+        ({"dump": 3}, "a path"),
+        ({"profile": 3}, "a path"),
+        ({"error_budget": 0}, "relative error > 0"),
         ({"rates": {"int2": 1e12}}, "positive numbers by"),
         ({"rates": {"integer": -1}}, "positive numbers by"),
     ],
@@ -80,6 +82,8 @@ def test_hash_sees_every_field():
         "min_gain": 2.0,
         "dump": "x",
         "rates": (("integer", 1.0),),
+        "profile": "x",
+        "error_budget": 0.1,
     }
     assert changed.keys() == option_names()
     hashes = {dataclasses.replace(base, **{k: v}).stable_hash() for k, v in changed.items()}

@@ -1,0 +1,122 @@
+"""How far each strategy's gradients of one layer are from exact, by the operators that would run.
+
+A layer is y = x W^T with x [L, I], W [O, I]; g_y [L, O]. All results are 0-d fp32 tensors on the
+layer's device: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hot_compile.config import Rows, Strategy
+from hot_compile.passes.profile import gw_variant, gx_variant
+from hot_compile.runtime.ops import HADAMARD_ORDER
+from hot_compile.runtime.reference import hadamard, low_pass_order, quantize, scale_of
+
+_GW_STRATEGIES = (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
+
+
+def quantised_grad_input(g: Tensor, weight: Tensor, bits: int, per_channel: bool) -> Tensor:
+    """g_x [L, I] in fp32 by HQ, as the rewritten graph computes it."""
+    hot = torch.ops.hot
+    g_q, g_scale = hot.quantize_rows(g, bits, per_channel, True)
+    w_q, w_scale, _ = hot.quantize_columns(weight, 16, 1, bits, per_channel, False)
+    return hot.scaled_int_mm(g_q, w_q, g_scale, w_scale, None, None, torch.float32)
+
+
+def quantised_grad_weight(
+    g: Tensor, x: Tensor, strategy: Strategy, rank: int, tokens: int, per_channel: bool
+) -> Tensor:
+    """g_w [O, I] in fp32 by ``strategy``, as the rewritten graph computes it."""
+    hot = torch.ops.hot
+    rank = rank if strategy is Strategy.HLA8 else 0
+    g_q, g_scale, g_total = hot.quantize_columns(g, rank, tokens, 8, per_channel, True)
+    if strategy is Strategy.INT4:
+        x_q, x_scale, x_zero = hot.expand_int4(*hot.compress_int4(x))
+        return hot.scaled_int_mm(g_q, x_q, g_scale, x_scale, g_total, x_zero, torch.float32)
+    x_q, x_scale, _ = hot.quantize_columns(x, rank, tokens, 8, per_channel, False)
+    return hot.scaled_int_mm(g_q, x_q, g_scale, x_scale, None, None, torch.float32)
+
+
+def compare(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    """(relative error, cosine) of ``got`` against ``want``, both fp32."""
+    norm = want.norm()
+    return (got - want).norm() / norm, (got * want).sum() / (got.norm() * norm)
+
+
+def grad_input_measures(g: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """{variant: (error, cosine)} of g_x for every width and granule."""
+    want = g.float() @ weight.float()
+    return {
+        gx_variant(bits, per_channel): compare(
+            quantised_grad_input(g, weight, bits, per_channel), want
+        )
+        for bits in (4, 8)
+        for per_channel in (True, False)
+    }
+
+
+def grad_weight_measures(
+    g: Tensor, x: Tensor, rank: int, tokens: int | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """{variant: (error, cosine)} of g_w for every strategy, grouping and granule.
+
+    ``tokens``: rows of one sample, or None where rows cannot be grouped across the batch.
+    """
+    want = g.float().t() @ x.float()
+    found = {}
+    for strategy in _GW_STRATEGIES:
+        groups = {Rows.CONSECUTIVE: 1}
+        if strategy is Strategy.HLA8 and tokens is not None:
+            groups[Rows.BATCH] = tokens
+        for rows, length in groups.items():
+            for per_channel in (True, False):
+                got = quantised_grad_weight(g, x, strategy, rank, length, per_channel)
+                found[gw_variant(strategy, rows, per_channel)] = compare(got, want)
+    return found
+
+
+def low_pass(t: Tensor, rank: int) -> Tensor:
+    """HLA(``rank``) of consecutive rows of ``t`` [L, C] fp32: [L / 16 * rank, C], L padded."""
+    blocks = -(-t.shape[0] // HADAMARD_ORDER)
+    padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * HADAMARD_ORDER - t.shape[0]))
+    grouped = padded.reshape(blocks, HADAMARD_ORDER, t.shape[1]).transpose(1, 2)
+    kept = hadamard(grouped)[..., sorted(low_pass_order()[:rank])]
+    return kept.transpose(1, 2).reshape(blocks * rank, t.shape[1])
+
+
+def granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(per-token, per-tensor) relative L2 error of g_y as g_w reads it: HLA rows in INT8.
+
+    The quantity of the paper's LQS (section 4.3): per token is worth a slower product only where
+    it cuts this by more than half.
+    """
+    values = low_pass(g.float(), rank)
+    rows = values.abs().amax(1)
+    errors = []
+    for absmax in (rows, rows.amax().expand_as(rows)):
+        scale, reciprocal = scale_of(absmax, 8)
+        q = quantize(values, reciprocal.unsqueeze(1), 8, True)
+        errors.append((q * scale.unsqueeze(1) - values).norm() / values.norm())
+    return errors[0], errors[1]
+
+
+def tensor_stats(t: Tensor, rank: int) -> dict[str, Tensor]:
+    """The fields of ``TensorStats`` for a matrix whose rows HLA would group consecutively."""
+    t = t.float()
+    size, rms = t.abs(), t.square().mean().sqrt()
+    rows, columns = size.amax(1), size.amax(0)
+    energy = t.square().sum()
+    return {
+        "row_peak": rows.amax() / _positive_median(rows),
+        "column_peak": columns.amax() / _positive_median(columns),
+        "absmax": rows.amax() / rms,
+        "kurtosis": (t / rms).pow(4).mean(),
+        "hla_energy": low_pass(t, rank).square().sum() / energy,
+    }
+
+
+def _positive_median(absmax: Tensor) -> Tensor:
+    """Median, but never 0: rows of padding or of masked tokens are all zero."""
+    return torch.maximum(absmax.median(), absmax.amax() * 1e-6)

@@ -1,0 +1,97 @@
+"""Joint graph -> the same graph, exact, with every layer's operands shown to an observer.
+
+The two backward products of a layer become one call that computes them exactly as before and hands
+x, W and g_y on. Such graphs are run node by node (they hold Python objects), never lowered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, fx
+
+from hot_compile.passes.plan import batch_problem
+from hot_compile.passes.rewrite import describe
+from hot_compile.passes.site import Site, hint
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What an observer is told of a layer besides its tensors."""
+
+    name: str
+    outputs: int
+    inputs: int
+    dtype: str
+    tokens: int | None
+    """Rows of one sample, or None where rows cannot be grouped across the batch."""
+
+
+Observer = Callable[[Layer, Tensor, "Tensor | None", "Tensor | None"], None]
+"""Called in each backward with (layer, g_y [L, O], W [O, I] or None, x [L, I] or None); None where
+the layer's backward has no use for the operand. It must not keep or change them.
+"""
+
+
+def observe(graph: fx.Graph, sites: Sequence[Site], observer: Observer) -> None:
+    """Route the backward products of every understood Site through ``observer``, in place."""
+    for site in sites:
+        if site.nodes is not None:
+            _route(graph, site, observer)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+class _Products:
+    """The call a layer's backward products become: (g_y, W, x) -> (g_x, g_w), None if absent."""
+
+    __name__ = "observed_products"
+    __module__ = __name__
+
+    def __init__(self, layer: Layer, observer: Observer, site: Site) -> None:
+        assert site.nodes is not None
+        self._layer = layer
+        self._observer = observer
+        self._weight_is_io = site.nodes.weight_is_io
+        self._grad_weight_is_io = site.nodes.grad_weight_is_io
+
+    def __call__(
+        self, g: Tensor, weight: Tensor | None, x: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if weight is not None and self._weight_is_io:
+            weight = weight.t()
+        self._observer(self._layer, g, weight, x)
+        grad_weight = None
+        if x is not None:
+            grad_weight = x.t() @ g if self._grad_weight_is_io else g.t() @ x
+        return None if weight is None else g @ weight, grad_weight
+
+
+def _route(graph: fx.Graph, site: Site, observer: Observer) -> None:
+    nodes = site.nodes
+    assert nodes is not None
+    layer = Layer(
+        name=site.name,
+        outputs=hint(site.outputs),
+        inputs=hint(site.inputs),
+        dtype=str(site.dtype).removeprefix("torch."),
+        tokens=None if batch_problem(site) else math.prod(map(int, site.lead[1:])),
+    )
+    products = (nodes.grad_input, nodes.grad_weight)
+    first = min(node for node in products if node is not None)
+    weight = nodes.weight if nodes.grad_input is not None else None
+    x = nodes.x if nodes.grad_weight is not None else None
+    with graph.inserting_before(first):
+        call = graph.call_function(_Products(layer, observer, site), (nodes.grad_output, weight, x))
+    call.meta = describe(first)
+    call.meta["val"] = tuple(None if node is None else node.meta["val"] for node in products)
+    for index, old in enumerate(products):
+        if old is None:
+            continue
+        with graph.inserting_after(call):
+            part = graph.call_function(operator.getitem, (call, index))
+        part.meta = {**describe(old), "val": old.meta["val"]}
+        old.replace_all_uses_with(part)

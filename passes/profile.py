@@ -1,0 +1,223 @@
+"""What calibration measured of each layer: a JSON file, versioned, validated, diffable."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hot_compile.config import HotConfig, Rows, Strategy
+from hot_compile.errors import ProfileFormatError, ProfileMismatchError
+from hot_compile.passes.site import Site, hint
+
+PROFILE_VERSION = 1
+_FORMAT = "hot-compile profile"
+_LISTED = 20
+"""An error about a profile of another model names this many layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """How far a quantised gradient is from the exact one."""
+
+    error: float
+    """Norm of the difference over the norm of the exact gradient."""
+    cosine: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorStats:
+    """Outliers of one operand, as a matrix whose rows are tokens (x, g_y) or outputs (W)."""
+
+    row_peak: float
+    """Largest row absmax over the median row absmax: what scales per row repair."""
+    column_peak: float
+    """Largest column absmax over the median column absmax."""
+    absmax: float
+    """Largest magnitude over the RMS."""
+    kurtosis: float
+    """Fourth moment over the squared second: 3 for Gaussian values."""
+    hla_energy: float
+    """Fraction of the energy that HLA keeps of consecutive rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProfile:
+    """One layer: its shape, and what was measured, averaged over batches."""
+
+    outputs: int
+    inputs: int
+    rows: int
+    """L of the calibration batches; may differ from training's."""
+    dtype: str
+    batches: int
+    """Batches with finite, non-zero gradients."""
+    grad_input: Mapping[str, Measure]
+    """By ``gx_variant``."""
+    grad_weight: Mapping[str, Measure]
+    """By ``gw_variant``."""
+    token_error: float | None
+    """Relative L2 error of g_y, as g_w reads it, with one INT8 scale per token (row)."""
+    tensor_error: float | None
+    """The same with one scale per tensor."""
+    stats: Mapping[str, TensorStats]
+    """Of ``x``, ``weight`` and ``grad_output``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Everything ``calibrate`` measured of one model."""
+
+    rank: int
+    """HLA rank that was measured."""
+    layers: Mapping[str, LayerProfile]
+    """By module path, as the plan names them."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Versions and device it was measured with; not part of the content."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_json` is its inverse."""
+        layers = {name: dataclasses.asdict(self.layers[name]) for name in sorted(self.layers)}
+        return {
+            "format": _FORMAT,
+            "version": PROFILE_VERSION,
+            "environment": dict(self.environment),
+            "rank": self.rank,
+            "layers": layers,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ProfileFormatError: not a profile, another version, or entries that do not fit.
+        """
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ProfileFormatError(
+                "got JSON that is no profile; expected what Profile.save wrote."
+            )
+        if data.get("version") != PROFILE_VERSION:
+            raise ProfileFormatError(
+                f"got a profile of version {data.get('version')!r}; this hot-compile reads version "
+                f"{PROFILE_VERSION}. Make it again with hot_compile.calibrate(...)."
+            )
+        try:
+            layers = {name: _layer(entry) for name, entry in data["layers"].items()}
+            return cls(int(data["rank"]), layers, dict(data.get("environment", {})))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProfileFormatError(
+                f"got a profile whose entries do not fit ({error!r}); expected what Profile.save "
+                "wrote. Make it again with hot_compile.calibrate(...)."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file: sorted, one value a line, so that two of them can be diffed."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n")
+        partial.replace(path)  # whole or not at all: other ranks may be reading
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            ProfileFormatError: no such file, no JSON, or no profile of this version.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ProfileFormatError(
+                f"got profile={str(path)!r}, which cannot be read ({error}); expected a JSON file "
+                "made by hot_compile.calibrate(...).save(path)."
+            ) from error
+        except ProfileFormatError as error:
+            raise ProfileFormatError(f"{path}: {error}") from error
+
+    def content_hash(self) -> str:
+        """Hex digest of what was measured, for cache keys."""
+        content = {**self.to_json(), "environment": None}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def merged(self, other: Profile) -> Profile:
+        """This profile with the layers of ``other`` added or replaced."""
+        return dataclasses.replace(self, layers={**self.layers, **other.layers})
+
+    def misfits(self, sites: Iterable[Site]) -> list[str]:
+        """What of these layers the profile does not know, one line each."""
+        found = []
+        for site in sites:
+            shape = (hint(site.outputs), hint(site.inputs))
+            layer = self.layers.get(site.name)
+            if site.refusal is not None:
+                continue
+            if layer is None:
+                found.append(f"{site.name} ({shape[0]} x {shape[1]}): not in the profile")
+            elif (layer.outputs, layer.inputs) != shape:
+                got = f"{layer.outputs} x {layer.inputs}"
+                found.append(f"{site.name}: {shape[0]} x {shape[1]}, in the profile {got}")
+        return found
+
+    def check(self, sites: Iterable[Site], rank: int) -> None:
+        """Refuse a profile of another model.
+
+        Raises:
+            ProfileMismatchError: layers unknown or of another shape, or another HLA rank.
+        """
+        found = self.misfits(sites)
+        if self.rank != rank:
+            found.append(f"measured with rank={self.rank}, asked to train with rank={rank}")
+        if found:
+            more = [f"... and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
+            lines = "\n  ".join(found[:_LISTED] + more)
+            raise ProfileMismatchError(
+                f"got a profile that does not fit this model; expected one made of it:\n  {lines}\n"
+                "Make it again with hot_compile.calibrate(...), or remove option 'profile'."
+            )
+
+
+def gx_variant(bits: int, per_channel: bool) -> str:
+    """Name of one way to quantise g_x's operands, e.g. ``int4`` or ``int8/tensor``."""
+    return f"int{bits}" + ("" if per_channel else "/tensor")
+
+
+def gw_variant(strategy: Strategy, rows: Rows, per_channel: bool) -> str:
+    """Name of one way to compute g_w, e.g. ``int4`` or ``hla8/consecutive/tensor``."""
+    grouped = f"/{rows}" if strategy is Strategy.HLA8 else ""
+    return f"{strategy}{grouped}" + ("" if per_channel else "/tensor")
+
+
+def config_variant(strategy: Strategy, config: HotConfig) -> str:
+    """``gw_variant`` as this configuration would run ``strategy``."""
+    return gw_variant(strategy, config.rows, config.per_channel)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return value
+
+
+def _numbers(kind: Any, entry: Any) -> Any:
+    return kind(**{name: _number(value) for name, value in entry.items()})
+
+
+def _layer(entry: dict[str, Any]) -> LayerProfile:
+    fixed = {
+        "grad_input": {k: _numbers(Measure, v) for k, v in entry["grad_input"].items()},
+        "grad_weight": {k: _numbers(Measure, v) for k, v in entry["grad_weight"].items()},
+        "stats": {k: _numbers(TensorStats, v) for k, v in entry["stats"].items()},
+    }
+    for name in ("outputs", "inputs", "rows", "batches"):
+        if not isinstance(entry[name], int) or entry[name] < 0:
+            raise ValueError(f"{name} is {entry[name]!r}")
+    for name in ("token_error", "tensor_error"):
+        if entry[name] is not None:
+            _number(entry[name])
+    return LayerProfile(**{**entry, **fixed})
