@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
+from .auto import Observing, graph_digest, keep_in, profile_path, saved_profile, twin
+from .calibration import Collector
 from .config import HotConfig, split_options
 from .errors import PassDisabledError
-from .inspect import Dump
+from .inspect import Dump, run_uncompiled
 from .passes.devices import pricing
 from .passes.graph import clean_path, module_path
 from .passes.match import GraphInputs
@@ -63,28 +66,62 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+    graph = _Graph(gm, example_inputs, inner_compile, patches, recorder)
+    if config.lqs == "auto" and observer is None:
+        return _auto(graph, config)
     profile = Profile.load(config.profile) if config.profile else None
-    dump = config.dump or os.environ.get("HOT_DUMP")  # the one environment variable, for debugging
-    if dump or recorder or observer:
-        patches["force_disable_caches"] = True  # on a cache hit no pass runs: nothing to report
-    inputs = _graph_inputs(gm)
-    context = Context(
-        config=config,
-        inputs=inputs,
-        pricing=pricing,
-        recorder=recorder or Dump(dump),
-        identity=_identity(gm, config, inputs, example_inputs, profile),
-        profile=profile,
-        observer=observer,
-    )
-    joint = JointPass(context, _existing_passes(patches))
-    patches["joint_custom_pre_pass"] = joint
-    inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
-    patches["custom_partitioner_fn"] = Partitioner(context, joint, inner)
-    return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+    return graph.compile(config, profile, observer)
 
 
 hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """One of Dynamo's graphs, to be compiled in one or several ways."""
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    inner_compile: Callable[..., Any]
+    patches: dict[str, Any]
+    recorder: Recorder | None
+
+    def compile(
+        self, config: HotConfig, profile: Profile | None = None, observer: Observer | None = None
+    ) -> Any:
+        """The graph as ``config`` and ``profile`` say, its layers shown to ``observer`` if any."""
+        patches = dict(self.patches)
+        dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
+        if dump or self.recorder or observer:
+            patches["force_disable_caches"] = True  # on a cache hit no pass runs: none to report
+        inputs = _graph_inputs(self.gm)
+        context = Context(
+            config=config,
+            inputs=inputs,
+            pricing=pricing,
+            recorder=self.recorder or Dump(dump),
+            identity=_identity(self.gm, config, inputs, self.example_inputs, profile),
+            profile=profile,
+            observer=observer,
+        )
+        joint = JointPass(context, _existing_passes(patches))
+        patches["joint_custom_pre_pass"] = joint
+        inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+        patches["custom_partitioner_fn"] = Partitioner(context, joint, inner)
+        return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
+
+
+def _auto(graph: _Graph, config: HotConfig) -> Callable[..., Any]:
+    """The final code if this graph was observed before, else code that observes it first."""
+    digest = graph_digest(graph.gm, _graph_inputs(graph.gm).parameters, config.rank)
+    path = profile_path(config, digest)
+    profile = saved_profile(path, digest)
+    if profile is not None:
+        return graph.compile(config, profile)
+    collector = Collector(config.rank)
+    other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
+    observed = other.compile(config, observer=collector)
+    return Observing(graph.compile(config), observed, collector, config, keep_in(path, digest))
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

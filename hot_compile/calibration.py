@@ -84,7 +84,7 @@ def calibrate(
             collector.flush()
             model.zero_grad(set_to_none=True)
             bar.update(row, advance=1)
-    return collector.profile(next(iter(model.parameters()), None))
+    return collector.profile()
 
 
 class Collector:
@@ -95,9 +95,11 @@ class Collector:
         self._pending: list[tuple[Layer, int, dict[str, Tensor]]] = []
         self._found: dict[str, list[dict[str, float]]] = {}
         self._layers: dict[str, tuple[Layer, int]] = {}
+        self._device = torch.device("cpu")
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Measure one layer's backward; nothing is read back before :meth:`flush`."""
+        self._device = g.device
         with torch.no_grad():
             self._pending.append((layer, g.shape[0], self._measure(layer, g, weight, x)))
 
@@ -136,8 +138,12 @@ class Collector:
                 found.append(dict(zip(figures, values, strict=True)))
         self._pending.clear()
 
-    def profile(self, parameter: Tensor | None) -> Profile:
-        """The averages of everything collected; ``parameter`` tells the device."""
+    def profile(self) -> Profile:
+        """The averages of everything collected.
+
+        Raises:
+            CalibrationError: nothing was.
+        """
         layers = {
             name: _average(*self._layers[name], rows) for name, rows in self._found.items() if rows
         }
@@ -147,7 +153,7 @@ class Collector:
                 "at least one batch whose loss depends on the model's Linear layers. Pass batches "
                 "and a loss as in training (and scale the loss if training does)."
             )
-        return Profile(self._rank, layers, _environment(parameter))
+        return Profile(self._rank, layers, _environment(self._device))
 
 
 def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerProfile:
@@ -177,10 +183,9 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _environment(parameter: Tensor | None) -> dict[str, str]:
+def _environment(device: torch.device) -> dict[str, str]:
     from . import __version__
 
-    device = parameter.device if parameter is not None else torch.device("cpu")
     cuda = device.type == "cuda"
     return {
         "hot_compile": __version__,

@@ -86,6 +86,13 @@ class HotConfig:
     """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
     profile: str | None = None
     """File made by ``calibrate(...).save(path)``: strategies are chosen by what it measured."""
+    lqs: str | None = None
+    """"auto": observe the first steps, then recompile once with what they told. The profile is kept
+    in ``profile``, or in the user's cache, for the next process."""
+    lqs_warm_up: int = 200
+    """Forwards before ``lqs="auto"`` observes: gradients at initialisation mislead."""
+    lqs_batches: int = 2
+    """Forwards and backwards that ``lqs="auto"`` observes."""
     error_budget: float | None = 0.2
     """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
     None: the recipe's strategies are taken whatever they measured (``paper``)."""
@@ -203,6 +210,15 @@ def _ratio(name: str, value: object) -> float:
     raise OptionError.value(name, value, "a number >= 0 (0: rewrite always; 1.05: the default)")
 
 
+def _count(least: int) -> Any:
+    def parse(name: str, value: object) -> int:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return value
+        raise OptionError.value(name, value, f"a whole number >= {least}")
+
+    return parse
+
+
 def _budget(name: str, value: object) -> float | None:
     if value is None:
         return None
@@ -245,6 +261,9 @@ _PARSERS: dict[str, Any] = {
     "min_gain": _ratio,
     "rates": _rates,
     "profile": _path,
+    "lqs": _one_of("auto", None),
+    "lqs_warm_up": _count(0),
+    "lqs_batches": _count(1),
     "error_budget": _budget,
     "dump": _path,
 }

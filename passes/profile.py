@@ -78,6 +78,8 @@ class Profile:
     """By module path, as the plan names them."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Versions and device it was measured with; not part of the content."""
+    graphs: tuple[str, ...] = ()
+    """Digests of the graphs that option ``lqs="auto"`` observed; not part of the content."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -86,6 +88,7 @@ class Profile:
             "format": _FORMAT,
             "version": PROFILE_VERSION,
             "environment": dict(self.environment),
+            "graphs": list(self.graphs),
             "rank": self.rank,
             "layers": layers,
         }
@@ -108,7 +111,8 @@ class Profile:
             )
         try:
             layers = {name: _layer(entry) for name, entry in data["layers"].items()}
-            return cls(int(data["rank"]), layers, dict(data.get("environment", {})))
+            graphs = tuple(str(digest) for digest in data.get("graphs", ()))
+            return cls(int(data["rank"]), layers, dict(data.get("environment", {})), graphs)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProfileFormatError(
                 f"got a profile whose entries do not fit ({error!r}); expected what Profile.save "
@@ -142,12 +146,17 @@ class Profile:
 
     def content_hash(self) -> str:
         """Hex digest of what was measured, for cache keys."""
-        content = {**self.to_json(), "environment": None}
+        content = {**self.to_json(), "environment": None, "graphs": None}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def merged(self, other: Profile) -> Profile:
         """This profile with the layers of ``other`` added or replaced."""
-        return dataclasses.replace(self, layers={**self.layers, **other.layers})
+        graphs = tuple(sorted({*self.graphs, *other.graphs}))
+        return dataclasses.replace(self, layers={**self.layers, **other.layers}, graphs=graphs)
+
+    def of_graph(self, digest: str) -> Profile:
+        """The same, marked as made by observing this graph."""
+        return dataclasses.replace(self, graphs=(digest,))
 
     def misfits(self, sites: Iterable[Site]) -> list[str]:
         """What of these layers the profile does not know, one line each."""

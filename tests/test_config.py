@@ -43,6 +43,9 @@ def test_paper_is_the_papers_text():
         ({"keep_head": 1}, "[True, False]"),
         ({"dump": 3}, "a path"),
         ({"profile": 3}, "a path"),
+        ({"lqs": "manual"}, "['auto', None]"),
+        ({"lqs_warm_up": -1}, "whole number >= 0"),
+        ({"lqs_batches": 1.5}, "whole number >= 1"),
         ({"error_budget": 0}, "relative error > 0"),
         ({"rates": {"int2": 1e12}}, "positive numbers by"),
         ({"rates": {"integer": -1}}, "positive numbers by"),
@@ -84,6 +87,9 @@ def test_hash_sees_every_field():
         "rates": (("integer", 1.0),),
         "profile": "x",
         "error_budget": 0.1,
+        "lqs": "auto",
+        "lqs_warm_up": 3,
+        "lqs_batches": 3,
     }
     assert changed.keys() == option_names()
     hashes = {dataclasses.replace(base, **{k: v}).stable_hash() for k, v in changed.items()}
