@@ -26,9 +26,19 @@ class Strategy(str, Enum):
     """g_x by HQ, nothing else touched: what frozen weights get (no g_w, no saved x)."""
     EXACT = "exact"
     """Untouched: whatever Inductor does."""
+    INT4_NAIVE = "int4-naive"
+    """Baseline for comparison: INT4 per tensor, no transform, both products."""
+    LUQ = "luq"
+    """Baseline for comparison: logarithmic unbiased 4-bit g_y, INT4 x and W."""
+    LBP_WHT = "lbp-wht"
+    """Baseline for comparison: both products on the low-pass rows only, in floating point."""
 
     def __str__(self) -> str:
         return self.value
+
+
+BASELINES = frozenset({Strategy.INT4_NAIVE, Strategy.LUQ, Strategy.LBP_WHT})
+"""Other papers' methods, fake-quantised, for comparing accuracy (passes/baselines.py)."""
 
 
 class Rows(str, Enum):
@@ -64,6 +74,9 @@ class HotConfig:
     INT8, else 8, which then costs nothing (docs/adr/0001)."""
     per_channel: bool = True
     """Scales per row of g_y and column of W and x (they fold into the epilogue), or per tensor."""
+    per_token: bool | None = None
+    """With scales per tensor: those of g_y per row for g_x after all, everywhere (True) or nowhere
+    (False); None: where the profile says so, by the paper's LQS."""
     rank: int = 8
     """Rows kept of every 16 by ``hla8``: 1, 2, 4, 8 or 16."""
     rows: Rows = Rows.BATCH
@@ -126,6 +139,12 @@ class HotConfig:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _baseline(name: str) -> HotConfig:
+    """One of ``BASELINES`` for every layer, whatever it costs."""
+    strategies = _strategies(name)
+    return HotConfig(recipe=name, strategies=strategies, min_gain=0, error_budget=None)
+
+
 RECIPES: dict[str, HotConfig] = {
     # Same memory as the paper's ABC, near lossless (docs/adr/0001): the default.
     "hot": HotConfig(),
@@ -143,6 +162,8 @@ RECIPES: dict[str, HotConfig] = {
         recompute=False,
         error_budget=None,
     ),
+    # Other papers' methods, in fake-quantised arithmetic: for comparing accuracy only.
+    **{str(baseline): _baseline(str(baseline)) for baseline in sorted(BASELINES)},
     "exact": HotConfig(recipe="exact", strategies=_strategies("exact"), error_budget=None),
 }
 
@@ -251,6 +272,7 @@ _PARSERS: dict[str, Any] = {
     "strategies": _strategy_list,
     "gx_bits": _one_of(4, 8, None),
     "per_channel": _one_of(True, False),
+    "per_token": _one_of(True, False, None),
     "rank": _one_of(1, 2, 4, 8, 16),
     "rows": _choice(Rows),
     "include": _globs,

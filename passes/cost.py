@@ -11,7 +11,7 @@ from functools import cache
 
 import sympy
 
-from hot_compile.config import Strategy
+from hot_compile.config import BASELINES, Strategy
 
 L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
 """Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
@@ -103,7 +103,7 @@ def grad_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
 @cache
 def hot_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
     """Everything HOT adds and replaces for one layer."""
-    if strategy is Strategy.EXACT:
+    if strategy is Strategy.EXACT or strategy in BASELINES:
         return exact_cost(gx, gw)
     cost = grad_cost(strategy, gx, gw)
     if gx:
@@ -115,6 +115,8 @@ def hot_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
 
 def saved_bytes(strategy: Strategy) -> sympy.Expr:
     """Bytes of x that this strategy keeps from forward to backward."""
+    if strategy in BASELINES:
+        return L * I * E
     return {
         Strategy.HLA8: L * I * R / 16,
         Strategy.INT4: L * I * INT4_BYTES,

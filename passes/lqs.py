@@ -24,8 +24,10 @@ def candidates(config: HotConfig) -> tuple[Strategy, ...]:
 
 def per_token(layer: LayerProfile | None, config: HotConfig) -> bool:
     """The paper's rule for g_y's scales, in recipes that have them per tensor."""
-    if layer is None or config.per_channel:
+    if config.per_channel:
         return False
+    if config.per_token is not None or layer is None:
+        return bool(config.per_token)
     if layer.token_error is None or layer.tensor_error is None:
         return False
     return layer.token_error < _HALVED * layer.tensor_error

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hot_compile.config import HotConfig, Rows, Strategy
+from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import lqs
 from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_bytes
@@ -198,7 +198,8 @@ def _feasible(
     if hint(site.rows) == 0:
         return Strategy.EXACT, "empty batch"
     reasons: list[str] = []
-    if not site.needs_grad_weight and Strategy.EXACT not in strategies:
+    keeps_own = BASELINES | {Strategy.EXACT}
+    if not site.needs_grad_weight and not keeps_own & set(strategies):
         strategies = (Strategy.GX_ONLY,)
         reasons.append("frozen weight: no g_w, nothing saved")
     for strategy in strategies:
@@ -260,7 +261,7 @@ def _decision(
         gx_bits=_gx_bits(config, rates, layer),
         per_channel=config.per_channel,
         per_token=lqs.per_token(layer, config),
-        rank=config.rank if hla else 0,
+        rank=config.rank if hla or strategy is Strategy.LBP_WHT else 0,
         tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(strategy, config) else 1,
         predicted_gain=round(gain, 3),
         bytes_before=int(at(saved_bytes(Strategy.EXACT), shape)) if gw else 0,

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import hot_compile.runtime.ops  # noqa: F401  (registers the operators this stage inserts)
-from hot_compile.config import Strategy
+from hot_compile.config import BASELINES, Strategy
+from hot_compile.passes.baselines import baseline_products
 from hot_compile.passes.graph import CASTS, VIEWS, strip
 from hot_compile.passes.plan import Decision, Plan
 from hot_compile.passes.site import Site, SiteNodes
@@ -58,6 +59,8 @@ def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decisi
         return dataclasses.replace(decision, strategy=Strategy.EXACT, reason=reason)
     for old, new in swaps:
         old.replace_all_uses_with(new)
+    if decision.strategy in BASELINES:
+        return decision
     if pin and decision.gw and decision.strategy is not Strategy.GX_ONLY:
         _pin(site.nodes.x)
     return decision
@@ -109,6 +112,8 @@ def _fake_mode(node: fx.Node) -> FakeTensorMode:
 def _build(b: _Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]:
     """New nodes for one layer: [(old product, its replacement)]."""
     ops = torch.ops.hot
+    if d.strategy in BASELINES:
+        return baseline_products(b.call, site, d.strategy, d.rank)
     nodes = site.nodes
     assert nodes is not None
     gw = d.gw and d.strategy is not Strategy.GX_ONLY

@@ -28,7 +28,10 @@ def test_paper_is_the_papers_text():
     [
         ({"recipes": "hot"}, "valid ones of ours are"),
         ({"hot.nonsense": 1}, "valid ones of ours are"),
-        ({"recipe": "turbo"}, "'exact', 'fast', 'hot', 'int8', 'paper'"),
+        (
+            {"recipe": "turbo"},
+            "'exact', 'fast', 'hot', 'int4-naive', 'int8', 'lbp-wht', 'luq', 'paper'",
+        ),
         ({"recipe": ["hot"]}, "one of"),
         ({"gx_bits": 5}, "[4, 8, None]"),
         ({"gx_bits": True}, "[4, 8, None]"),
@@ -75,6 +78,7 @@ def test_hash_sees_every_field():
         "strategies": (Strategy.INT8,),
         "gx_bits": 4,
         "per_channel": False,
+        "per_token": True,
         "rank": 4,
         "rows": Rows.CONSECUTIVE,
         "include": ("a",),
