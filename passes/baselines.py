@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from hot_compile.config import Strategy
 from hot_compile.passes.measure import low_pass
-from hot_compile.passes.site import Site
+from hot_compile.passes.site import Site, SiteNodes
 from hot_compile.runtime.ops import HADAMARD_ORDER
 from hot_compile.runtime.reference import TINY, _dither, hadamard, low_pass_order, scale_of
 from hot_compile.runtime.reference import quantize as round_to_grid
@@ -113,7 +113,7 @@ def baseline_products(
     ``call(at, after, like, op, *args)`` inserts one node, as in ``rewrite``.
     """
     nodes = site.nodes
-    assert nodes is not None
+    assert isinstance(nodes, SiteNodes)
     transpose, ops = torch.ops.aten.permute.default, torch.ops.hot_baseline
     swaps = []
     if (at := nodes.grad_input) is not None:

@@ -35,6 +35,12 @@ class Rates:
     int4: float
     transform: float
     launch: float
+    convolution: dict[str, float] = dataclasses.field(default_factory=dict)
+    """FLOP/s of exact convolutions by dtype; empty: none is rewritten on this device."""
+    unfold: float = 1e12
+    """Elements/s laid out and transformed as a kernel's offsets see them."""
+    fold: float = 1e12
+    """Elements/s of a kernel's products added up into g_x."""
     int32_result: bool = False
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
 

@@ -24,6 +24,9 @@ RATES: dict[str, Rates] = {
         int4=1800e9,
         transform=40e9,
         launch=8e-6,
+        convolution={"float32": 450e9, "bfloat16": 1000e9, "float16": 1000e9},
+        unfold=15e9,
+        fold=40e9,
         int32_result=True,
     ),
     # Without VNNI the INT8 product is no faster than fp32: nothing pays.
@@ -33,6 +36,7 @@ RATES: dict[str, Rates] = {
         int4=100e9,
         transform=3e9,
         launch=8e-6,
+        convolution={"float32": 100e9, "bfloat16": 100e9, "float16": 100e9},
         int32_result=True,
     ),
     # NVIDIA H200, fitted to benchmarks/layers.py on ViT-B and Llama-7B shapes (docs/benchmarks.md).

@@ -23,6 +23,7 @@ VIEWS = {
     aten.alias.default,
     *TRANSPOSES,
 }
+PADS = {aten.constant_pad_nd.default}
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 
 

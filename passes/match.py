@@ -16,6 +16,7 @@ from torch import fx
 
 from hot_compile.passes.graph import (
     CASTS,
+    PADS,
     VIEWS,
     aten,
     closure,
@@ -26,12 +27,11 @@ from hot_compile.passes.graph import (
     strip,
     untranspose,
 )
+from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, FLOATS, match_convolution
 from hot_compile.passes.site import Site, SiteNodes
 
 _PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
-_CONVOLUTION_BACKWARD = aten.convolution_backward.default
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
 _FLATTENING = {
     aten.view.default,
@@ -62,9 +62,11 @@ def match(graph: fx.Graph, inputs: GraphInputs = GraphInputs()) -> list[Site]:
     if not tangents:
         return []
     context = _Context(graph, tangents, inputs)
-    sites = [site for node in context.forward_products for site in context.pair(node)]
-    sites += context.leftovers()
-    return _mark_heads(_unique_names(sites))
+    placed = [(node, site) for node in context.forward_products for site in context.pair(node)]
+    placed += context.convolutions()
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    sites = [site for _, site in sorted(placed, key=lambda pair: order[pair[0]])]
+    return _mark_heads(_unique_names(sites + context.leftovers()))
 
 
 class _Context:
@@ -80,11 +82,9 @@ class _Context:
         products = [node for node in graph.nodes if node.target in _PRODUCTS]
         self.forward_products = [n for n in products if n not in self.backward]
         self.pending = dict.fromkeys(n for n in products if n in self.backward)
-        self.others = [
-            n
-            for n in reversed(graph.nodes)
-            if n in self.backward and (n.target in _BATCHED or n.target is _CONVOLUTION_BACKWARD)
-        ]
+        backward = [n for n in reversed(graph.nodes) if n in self.backward]
+        self.batched = [n for n in backward if n.target in _BATCHED]
+        self.convolution_backwards = [n for n in backward if n.target is CONVOLUTION_BACKWARD]
 
     def pair(self, forward: fx.Node) -> Iterator[Site]:
         """The Site of one forward product, if the backward differentiates it."""
@@ -132,7 +132,7 @@ class _Context:
 
     def _refusal(self, forward: fx.Node, nodes: SiteNodes) -> str | None:
         dtype = nodes.grad_output.meta["val"].dtype
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             return f"products of {dtype} are not quantised"
         if forward.target is aten.addmm.default and (
             forward.kwargs.get("beta", 1) != 1 or forward.kwargs.get("alpha", 1) != 1
@@ -168,6 +168,21 @@ class _Context:
         name = self.names.get(strip(weight, VIEWS | CASTS))
         return name.removesuffix(".weight") if name else None
 
+    def convolutions(self) -> list[tuple[fx.Node, Site]]:
+        """(forward, Site) of every convolution; those that stay exact carry the reason."""
+        found = []
+        for backward in self.convolution_backwards:
+            forward, site = match_convolution(backward)
+            weight: fx.Node = backward.args[2]  # type: ignore[assignment]
+            if site.nodes is not None and self.known_inputs and weight in self.activations:
+                why = "both operands are activations: left alone, as in the paper"
+                site = dataclasses.replace(site, refusal=why, nodes=None)
+            x = strip(backward.args[1], VIEWS | CASTS | PADS)  # type: ignore[arg-type]
+            first = x.op == "placeholder" and x not in self.names
+            name = module_path(forward) or self._weight_name(weight) or backward.name
+            found.append((forward, dataclasses.replace(site, name=name, first=first)))
+        return found
+
     def leftovers(self) -> list[Site]:
         """Backward products no forward product claimed, each with the reason it is left alone."""
         unpaired = (
@@ -175,12 +190,8 @@ class _Context:
             "or column, which is decomposed into pointwise operations)"
         )
         sites = [_refused(node, unpaired) for node in reversed(self.pending)]
-        for node in self.others:
-            reason = "batched product (attention, einsum): left alone, as in the paper"
-            if node.target is _CONVOLUTION_BACKWARD:
-                reason = "convolution: not rewritten by this version"
-            sites.append(_refused(node, reason))
-        return sites
+        reason = "batched product (attention, einsum): left alone, as in the paper"
+        return sites + [_refused(node, reason) for node in self.batched]
 
 
 def _refused(node: fx.Node, reason: str) -> Site:

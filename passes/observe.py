@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from hot_compile.passes.plan import batch_problem
 from hot_compile.passes.rewrite import describe
-from hot_compile.passes.site import Site, hint
+from hot_compile.passes.site import Site, SiteNodes, hint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ the layer's backward has no use for the operand. It must not keep or change them
 def observe(graph: fx.Graph, sites: Sequence[Site], observer: Observer) -> None:
     """Route the backward products of every understood Site through ``observer``, in place."""
     for site in sites:
-        if site.nodes is not None:
+        if isinstance(site.nodes, SiteNodes):  # convolutions are not calibrated
             _route(graph, site, observer)
     graph.eliminate_dead_code()
     graph.lint()
@@ -52,7 +52,7 @@ class _Products:
     __module__ = __name__
 
     def __init__(self, layer: Layer, observer: Observer, site: Site) -> None:
-        assert site.nodes is not None
+        assert isinstance(site.nodes, SiteNodes)
         self._layer = layer
         self._observer = observer
         self._weight_is_io = site.nodes.weight_is_io
@@ -72,7 +72,7 @@ class _Products:
 
 def _route(graph: fx.Graph, site: Site, observer: Observer) -> None:
     nodes = site.nodes
-    assert nodes is not None
+    assert isinstance(nodes, SiteNodes)
     layer = Layer(
         name=site.name,
         outputs=hint(site.outputs),

@@ -16,6 +16,7 @@ from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import lqs
 from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_bytes
+from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, hint
 
@@ -52,6 +53,8 @@ class Decision:
     """x as exact Inductor would save it."""
     bytes_after: int
     """x as this strategy stores it, where it has to be stored at all."""
+    tiles: bool = False
+    """HLA's 16 rows are a tile of a convolution's positions, not consecutive ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,8 @@ def _decide(
     rates = pricing(site.device)
     if isinstance(rates, str):
         return _decision(site, config, Strategy.EXACT, rates)
+    if site.conv is not None and not rates.convolution:
+        return _decision(site, config, Strategy.EXACT, "no convolutions on this device yet")
     forced = _override(site.name, config)
     if forced is not None:
         strategy, reason = _feasible(site, config, (forced,))
@@ -181,6 +186,8 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
         return "low-rank factor: quantising it collapses accuracy (paper, table 3)"
     if site.head and config.keep_head:
         return "classifier head: left alone, as in the paper"
+    if site.conv is not None:
+        return conv_excluded(site)
     small, large = sorted((hint(site.outputs), hint(site.inputs)))
     if small <= _LOW_RANK and large >= 8 * small:
         return "low-rank factor or head by shape: left alone, as in the paper"
@@ -203,7 +210,9 @@ def _feasible(
         strategies = (Strategy.GX_ONLY,)
         reasons.append("frozen weight: no g_w, nothing saved")
     for strategy in strategies:
-        problem = batch_problem(site) if _wants_batch(strategy, config) else None
+        problem = batch_problem(site) if _wants_batch(site, strategy, config) else None
+        if site.conv is not None and strategy in BASELINES:
+            problem = "the baselines cover Linear layers only"
         problem = problem or lqs.over_budget(layer, config, strategy, bits)
         if problem is None:
             if layer is not None and strategy is not Strategy.EXACT:
@@ -213,8 +222,9 @@ def _feasible(
     return Strategy.EXACT, "; ".join(reasons)
 
 
-def _wants_batch(strategy: Strategy, config: HotConfig) -> bool:
-    return strategy is Strategy.HLA8 and config.rows is Rows.BATCH
+def _wants_batch(site: Site, strategy: Strategy, config: HotConfig) -> bool:
+    """``hla8`` groups rows across the batch; a convolution's by spatial tiles instead."""
+    return strategy is Strategy.HLA8 and config.rows is Rows.BATCH and site.conv is None
 
 
 def batch_problem(site: Site) -> str | None:
@@ -248,8 +258,13 @@ def _decision(
     )
     dtype = str(site.dtype).removeprefix("torch.")
     gain = 1.0
-    if strategy is not Strategy.EXACT and rates is not None:
-        gain = predicted_gain(strategy, gx, gw, rates, dtype, shape)
+    if site.conv is not None:
+        priced = None if strategy is Strategy.EXACT else rates
+        gain, before, after = conv_numbers(site, strategy, priced, shape, config.rows)
+    else:
+        if strategy is not Strategy.EXACT and rates is not None:
+            gain = predicted_gain(strategy, gx, gw, rates, dtype, shape)
+        before, after = int(at(saved_bytes(Strategy.EXACT), shape)), _saved(strategy, shape)
     return Decision(
         site=site.name,
         shape=(str(site.rows), str(site.outputs), str(site.inputs)),
@@ -262,10 +277,11 @@ def _decision(
         per_channel=config.per_channel,
         per_token=lqs.per_token(layer, config),
         rank=config.rank if hla or strategy is Strategy.LBP_WHT else 0,
-        tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(strategy, config) else 1,
+        tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(site, strategy, config) else 1,
         predicted_gain=round(gain, 3),
-        bytes_before=int(at(saved_bytes(Strategy.EXACT), shape)) if gw else 0,
-        bytes_after=_saved(strategy, shape) if gw else 0,
+        bytes_before=before if gw else 0,
+        bytes_after=after if gw else 0,
+        tiles=hla and site.conv is not None and config.rows is Rows.BATCH,
     )
 
 

@@ -20,7 +20,8 @@ from hot_compile.config import BASELINES, Strategy
 from hot_compile.passes.baselines import baseline_products
 from hot_compile.passes.graph import CASTS, VIEWS, strip
 from hot_compile.passes.plan import Decision, Plan
-from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.passes.rewrite_conv import build_convolution
+from hot_compile.passes.site import ConvNodes, Site, SiteNodes
 
 _META = (
     "seq_nr",
@@ -50,9 +51,10 @@ def rewrite(graph: fx.Graph, sites: Sequence[Site], plan: Plan, pin: bool) -> Pl
 def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decision:
     if decision.strategy is Strategy.EXACT or site.nodes is None:
         return decision
-    builder = _Builder(graph, site.nodes)
+    builder = Builder(graph, site.nodes)
     try:
-        swaps = _build(builder, site, decision)
+        build = build_convolution if isinstance(site.nodes, ConvNodes) else _build
+        swaps = build(builder, site, decision)
     except Exception as error:
         builder.discard()
         reason = f"could not be rewritten: {type(error).__name__}: {error}"
@@ -71,24 +73,26 @@ def describe(like: fx.Node) -> dict[str, Any]:
     return {key: like.meta[key] for key in _META if key in like.meta}
 
 
-class _Builder:
+class Builder:
     """Inserts operator nodes with the metadata the partitioner and Inductor need."""
 
-    def __init__(self, graph: fx.Graph, nodes: SiteNodes) -> None:
+    def __init__(self, graph: fx.Graph, nodes: SiteNodes | ConvNodes) -> None:
         self.graph = graph
         self.nodes = nodes
         self.made: list[fx.Node] = []
 
-    def call(self, at: fx.Node, after: bool, like: fx.Node, op: Any, *args: Any) -> fx.Node:
-        """``op(*args)`` next to ``at``, described by ``like``'s metadata and its own fake value."""
+    def call(
+        self, at: fx.Node, after: bool, like: fx.Node, op: Any, *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """``op(*args, **kwargs)`` next to ``at``, with ``like``'s metadata and its own value."""
         insert = self.graph.inserting_after if after else self.graph.inserting_before
         with insert(at):
-            node = self.graph.call_function(op, args)
+            node = self.graph.call_function(op, args, kwargs)
         self.made.append(node)
         node.meta = describe(like)
         fake = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
         with _fake_mode(self.nodes.x):
-            node.meta["val"] = op(*fake)
+            node.meta["val"] = op(*fake, **kwargs)
         return node
 
     def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -109,13 +113,13 @@ def _fake_mode(node: fx.Node) -> FakeTensorMode:
     return node.meta["val"].fake_mode
 
 
-def _build(b: _Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]:
+def _build(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]:
     """New nodes for one layer: [(old product, its replacement)]."""
     ops = torch.ops.hot
     if d.strategy in BASELINES:
         return baseline_products(b.call, site, d.strategy, d.rank)
     nodes = site.nodes
-    assert nodes is not None
+    assert isinstance(nodes, SiteNodes)
     gw = d.gw and d.strategy is not Strategy.GX_ONLY
     saved = _compress(b, d) if gw else ()
     first = min(n for n in (nodes.grad_input, nodes.grad_weight) if n)  # nodes order by place
@@ -138,7 +142,7 @@ def _build(b: _Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]
     return swaps
 
 
-def _compress(b: _Builder, d: Decision) -> tuple[fx.Node, ...]:
+def _compress(b: Builder, d: Decision) -> tuple[fx.Node, ...]:
     """What the forward keeps of x, made right behind the forward product."""
     ops, nodes = torch.ops.hot, b.nodes
     at, like = nodes.forward, nodes.forward
@@ -149,7 +153,7 @@ def _compress(b: _Builder, d: Decision) -> tuple[fx.Node, ...]:
 
 
 def _expand(
-    b: _Builder, d: Decision, saved: tuple[fx.Node, ...], at: fx.Node
+    b: Builder, d: Decision, saved: tuple[fx.Node, ...], at: fx.Node
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """(q [I, K], scale [I], zero [I] or None) of the kept x, as the integer product wants it."""
     if d.strategy is not Strategy.INT4:
@@ -159,7 +163,7 @@ def _expand(
 
 
 def _quantize_grad(
-    b: _Builder, d: Decision, at: fx.Node, gw: bool
+    b: Builder, d: Decision, at: fx.Node, gw: bool
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     """(row form for g_x, column form for g_w) of g_y, in one operator where both are wanted."""
     ops, g = torch.ops.hot, b.nodes.grad_output
@@ -176,10 +180,12 @@ def _quantize_grad(
     return (), b.parts(b.call(at, False, at, ops.quantize_columns.default, *args))
 
 
-def _quantize_weight(b: _Builder, d: Decision, at: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _quantize_weight(b: Builder, d: Decision, at: fx.Node) -> tuple[fx.Node, fx.Node]:
     """W transformed along O and quantised: (q [I, O padded], scale [I])."""
-    ops, w = torch.ops.hot, b.nodes.weight
-    if b.nodes.weight_is_io:
+    ops, nodes = torch.ops.hot, b.nodes
+    assert isinstance(nodes, SiteNodes)
+    w = nodes.weight
+    if nodes.weight_is_io:
         node = b.call(at, False, at, ops.quantize_rows.default, w, d.gx_bits, d.per_channel, False)
     else:
         args = (w, 16, 1, d.gx_bits, d.per_channel, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -31,10 +32,66 @@ class SiteNodes:
 
 
 @dataclasses.dataclass(frozen=True)
+class ConvNodes:
+    """Where a convolution's backward lives in the graph. ``None`` where it has no such result."""
+
+    x: fx.Node
+    """[B, C_in, *size]."""
+    weight: fx.Node
+    """[C_out, C_in, *kernel]; of a transposed convolution [C_in, C_out, *kernel]."""
+    grad_output: fx.Node
+    """[B, C_out, *size]."""
+    backward: fx.Node
+    """The ``convolution_backward``."""
+    grad_input: fx.Node | None
+    """getitem giving g_x."""
+    grad_weight: fx.Node | None
+    """getitem giving g_w."""
+    grad_bias: fx.Node | None
+    """getitem giving g_b, where the graph did not make it a sum of its own."""
+    forward: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """Geometry of a convolution with groups = 1, in 1 to 3 spatial dimensions.
+
+    Its *small* tensor has one value for every kernel position (y; transposed: x), its *big* one is
+    what the kernel slides over (x; transposed: y).
+    """
+
+    batch: IntLike
+    small_size: tuple[int, ...]
+    """Symbolic only in a refused Site."""
+    big_size: tuple[int, ...]
+    big_channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    rows_last: bool
+    """x has its channels last in memory, so that its rows are a view."""
+
+    @property
+    def is_product(self) -> bool:
+        """Kernel 1, stride 1, no padding: a plain product over positions."""
+        ones = (*self.kernel, *self.stride)
+        return all(n == 1 for n in ones) and not any(self.padding)
+
+    @property
+    def offsets(self) -> int:
+        """kk: positions of the kernel."""
+        return math.prod(self.kernel)
+
+
+@dataclasses.dataclass(frozen=True)
 class Site:
     """One Linear-like layer: y = x W^T with x [L, I], W [O, I].
 
-    A product that is not understood is a Site with a ``refusal`` and no ``nodes``.
+    A convolution is one too (``conv``): L counts small positions, O the channels of y and I those
+    of x, times the kernel's offsets on the big side. A product that is not understood is a Site
+    with a ``refusal`` and no ``nodes``.
     """
 
     name: str
@@ -52,7 +109,10 @@ class Site:
     head: bool
     """The layer's output is the model's output: a classifier head."""
     refusal: str | None = None
-    nodes: SiteNodes | None = dataclasses.field(default=None, compare=False, repr=False)
+    nodes: SiteNodes | ConvNodes | None = dataclasses.field(default=None, compare=False, repr=False)
+    conv: Convolution | None = None
+    first: bool = False
+    """A convolution of the user's input: a stem or patch embedding."""
 
     @property
     def needs_grad_input(self) -> bool:

@@ -72,6 +72,10 @@ _CPU_SOURCES = (
     Source("cpu/quantize_columns.cpp"),
     Source("cpu/int4.cpp"),
     Source("cpu/scaled_int_mm.cpp"),
+    Source("cpu/int_product.cpp"),
+    Source("cpu/frames.cpp"),
+    Source("cpu/conv_grad_weight.cpp"),
+    Source("cpu/conv_grad_input.cpp"),
     Source("cpu/kernels.cpp"),
 )
 _PORTABLE_SOURCES = (Source("cpu/kernels_scalar.cpp"),)

@@ -4,12 +4,15 @@ Notation (paper, section 3): a layer is y = x W^T with L rows, I inputs, O outpu
 g_x = g_y W contracts O; g_w = g_y^T x contracts L. Quantised operands are written contiguous
 along the contracted dimension, which is what integer tensor cores and VNNI read fastest.
 
-Each operator is *defined* by the function of the same name in ``reference.py``; providers (CPU,
-CUDA) match it bitwise on integers and scales. All operators are functional, return fresh contiguous
-tensors, draw no random numbers and read nothing back to the host. This file imports torch only.
+Each operator is *defined* by the function of the same name in ``reference.py`` (convolutions:
+``reference_conv.py``); providers (CPU, CUDA) match it bitwise on integers and scales. All operators
+are functional, return fresh contiguous tensors, draw no random numbers and read nothing back to the
+host. This file imports torch only.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -40,6 +43,16 @@ SCHEMAS = {
     "scaled_int_mm": (
         "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? row_term, Tensor? col_term,"
         " ScalarType out_dtype) -> Tensor"
+    ),
+    "conv_grad_weight": (
+        "(Tensor small, Tensor big, Tensor small_scale, Tensor big_scale, Tensor? small_zero,"
+        " Tensor? big_zero, SymInt batch, SymInt[] small_size, SymInt[] big_size, int[] kernel,"
+        " int[] stride, int[] padding, int[] dilation, int rank, ScalarType out_dtype) -> Tensor"
+    ),
+    "conv_grad_input": (
+        "(Tensor rows, Tensor weight, Tensor row_scale, Tensor weight_scale, SymInt batch,"
+        " SymInt[] small_size, SymInt[] big_size, int[] kernel, int[] stride, int[] padding,"
+        " int[] dilation, ScalarType out_dtype) -> Tensor"
     ),
 }
 
@@ -130,3 +143,43 @@ def _(
     out_dtype: torch.dtype,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@torch.library.register_fake("hot::conv_grad_weight")
+def _(
+    small: Tensor,
+    big: Tensor,
+    small_scale: Tensor,
+    big_scale: Tensor,
+    small_zero: Tensor | None,
+    big_zero: Tensor | None,
+    batch: int,
+    small_size: list[int],
+    big_size: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    rank: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return small.new_empty((small.shape[0], *kernel, big.shape[0]), dtype=out_dtype)
+
+
+@torch.library.register_fake("hot::conv_grad_input")
+def _(
+    rows: Tensor,
+    weight: Tensor,
+    row_scale: Tensor,
+    weight_scale: Tensor,
+    batch: int,
+    small_size: list[int],
+    big_size: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    channels = weight.shape[0] // math.prod(kernel)
+    return rows.new_empty((batch, *big_size, channels), dtype=out_dtype)

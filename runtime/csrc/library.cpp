@@ -80,6 +80,71 @@ Tensor scaled_int_mm_isa(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale,
                             out_dtype);
 }
 
+using Sizes = std::vector<int64_t>;
+
+Tensor conv_weight(const Kernels& kernels, const Tensor& small, const Tensor& big,
+                   const Tensor& small_scale, const Tensor& big_scale,
+                   const std::optional<Tensor>& small_zero, const std::optional<Tensor>& big_zero,
+                   int64_t batch, const Sizes& small_size, const Sizes& big_size,
+                   const Sizes& kernel, const Sizes& stride, const Sizes& padding,
+                   const Sizes& dilation, int64_t rank, ScalarType out_dtype) {
+  Convolution conv = cpu::convolution_of("conv_grad_weight", batch, small_size, big_size, kernel,
+                                         stride, padding, dilation);
+  Tensor out = cpu::conv_grad_weight(kernels, small, big, small_scale, big_scale, small_zero,
+                                     big_zero, conv, kernel.size(), rank, out_dtype);
+  Sizes shape = kernel;
+  shape.insert(shape.begin(), small.size(0));
+  shape.push_back(big.size(0));
+  return torch::stable::view(out, shape);
+}
+
+Tensor conv_grad_weight(Tensor small, Tensor big, Tensor small_scale, Tensor big_scale,
+                        std::optional<Tensor> small_zero, std::optional<Tensor> big_zero,
+                        int64_t batch, Sizes small_size, Sizes big_size, Sizes kernel, Sizes stride,
+                        Sizes padding, Sizes dilation, int64_t rank, ScalarType out_dtype) {
+  return conv_weight(best_kernels(), small, big, small_scale, big_scale, small_zero, big_zero,
+                     batch, small_size, big_size, kernel, stride, padding, dilation, rank,
+                     out_dtype);
+}
+Tensor conv_grad_weight_isa(Tensor small, Tensor big, Tensor small_scale, Tensor big_scale,
+                            std::optional<Tensor> small_zero, std::optional<Tensor> big_zero,
+                            int64_t batch, Sizes small_size, Sizes big_size, Sizes kernel,
+                            Sizes stride, Sizes padding, Sizes dilation, int64_t rank,
+                            ScalarType out_dtype, std::string isa) {
+  return conv_weight(kernels_named(isa), small, big, small_scale, big_scale, small_zero, big_zero,
+                     batch, small_size, big_size, kernel, stride, padding, dilation, rank,
+                     out_dtype);
+}
+
+Tensor conv_input(const Kernels& kernels, const Tensor& rows, const Tensor& weight,
+                  const Tensor& row_scale, const Tensor& weight_scale, int64_t batch,
+                  const Sizes& small_size, const Sizes& big_size, const Sizes& kernel,
+                  const Sizes& stride, const Sizes& padding, const Sizes& dilation,
+                  ScalarType out_dtype) {
+  Convolution conv = cpu::convolution_of("conv_grad_input", batch, small_size, big_size, kernel,
+                                         stride, padding, dilation);
+  Tensor out =
+      cpu::conv_grad_input(kernels, rows, weight, row_scale, weight_scale, conv, out_dtype);
+  Sizes shape = big_size;
+  shape.insert(shape.begin(), batch);
+  shape.push_back(out.size(1));
+  return torch::stable::view(out, shape);
+}
+
+Tensor conv_grad_input(Tensor rows, Tensor weight, Tensor row_scale, Tensor weight_scale,
+                       int64_t batch, Sizes small_size, Sizes big_size, Sizes kernel, Sizes stride,
+                       Sizes padding, Sizes dilation, ScalarType out_dtype) {
+  return conv_input(best_kernels(), rows, weight, row_scale, weight_scale, batch, small_size,
+                    big_size, kernel, stride, padding, dilation, out_dtype);
+}
+Tensor conv_grad_input_isa(Tensor rows, Tensor weight, Tensor row_scale, Tensor weight_scale,
+                           int64_t batch, Sizes small_size, Sizes big_size, Sizes kernel,
+                           Sizes stride, Sizes padding, Sizes dilation, ScalarType out_dtype,
+                           std::string isa) {
+  return conv_input(kernels_named(isa), rows, weight, row_scale, weight_scale, batch, small_size,
+                    big_size, kernel, stride, padding, dilation, out_dtype);
+}
+
 }  // namespace
 }  // namespace hot
 
@@ -90,6 +155,8 @@ STABLE_TORCH_LIBRARY_IMPL(hot, CPU, m) {
   m.impl("compress_int4", TORCH_BOX(&hot::compress_int4));
   m.impl("expand_int4", TORCH_BOX(&hot::expand_int4));
   m.impl("scaled_int_mm", TORCH_BOX(&hot::scaled_int_mm));
+  m.impl("conv_grad_weight", TORCH_BOX(&hot::conv_grad_weight));
+  m.impl("conv_grad_input", TORCH_BOX(&hot::conv_grad_input));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot_isa, CPU, m) {
@@ -99,4 +166,6 @@ STABLE_TORCH_LIBRARY_IMPL(hot_isa, CPU, m) {
   m.impl("compress_int4", TORCH_BOX(&hot::compress_int4_isa));
   m.impl("expand_int4", TORCH_BOX(&hot::expand_int4_isa));
   m.impl("scaled_int_mm", TORCH_BOX(&hot::scaled_int_mm_isa));
+  m.impl("conv_grad_weight", TORCH_BOX(&hot::conv_grad_weight_isa));
+  m.impl("conv_grad_input", TORCH_BOX(&hot::conv_grad_input_isa));
 }

@@ -92,12 +92,39 @@ struct Epilogue {
   void* out;  // may be parts[0] itself when type is f32
   Float type;
   int64_t n;
+  int64_t out_stride;  // elements between rows of out
 };
 
 struct IntProduct {
-  const int8_t *a, *b;   // [rows, k], [n, k]
-  int64_t n, k, stride;  // stride: elements between rows of both operands
-  int32_t* out;          // [rows, n]
+  const int8_t *a, *b;  // [rows, k], [n, k]
+  int64_t n, k;
+  int64_t a_stride, b_stride;  // elements between rows
+  int32_t* out;                // [rows, n]
+};
+
+/// A convolution in three spatial dimensions (missing ones have size 1): small position p and
+/// kernel offset k meet at p * stride + k * dilation - padding of the big tensor.
+struct Convolution {
+  int64_t batch, small[3], big[3], kernel[3], stride[3], padding[3], dilation[3];
+};
+
+/// Adds the products of one sample's small positions to g_x.
+struct Fold {
+  const Convolution* conv;
+  const int32_t* product;                 // [positions, kk, channels], from position `first` on
+  int64_t first;                          // small position within the sample
+  const float *row_scale, *column_scale;  // [positions], [kk, channels]
+  float* out;                             // the sample's [big positions, channels]
+  int64_t channels;
+};
+
+/// Sixteen elements of n tiles, an array each, to the kept sums of their transform.
+struct Tiles {
+  const int8_t* elements[16];
+  int64_t n;
+  uint32_t kept;
+  bool narrow;  // divide by 16, half up
+  int8_t* out;  // [kept, n]
 };
 
 struct Kernels {
@@ -125,6 +152,11 @@ struct Kernels {
   void (*epilogue)(const Epilogue&, int64_t begin, int64_t end);
   /// Exact product of rows [begin, end), for machines whose library product saturates.
   void (*int_product)(const IntProduct&, int64_t begin, int64_t end);
+  /// Folds `positions` small positions into channels [begin, end) of g_x.
+  void (*fold)(const Fold&, int64_t positions, int64_t begin, int64_t end);
+  /// Rounds n floats to `type`.
+  void (*store_floats)(const float* values, int64_t n, Float type, void* out);
+  void (*transform_tiles)(const Tiles&);
 };
 
 extern const Kernels kScalar;

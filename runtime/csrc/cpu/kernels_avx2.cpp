@@ -7,6 +7,7 @@
 #include "columns.inl"
 #include "int4.inl"
 #include "product.inl"
+#include "conv.inl"
 // clang-format on
 
 namespace hot {
@@ -21,6 +22,9 @@ extern const Kernels kAvx2 = {
     avx2::expand_int4,
     avx2::epilogue,
     avx2::int_product,
+    avx2::fold,
+    avx2::store_floats,
+    avx2::transform_tiles,
 };
 
 }  // namespace hot

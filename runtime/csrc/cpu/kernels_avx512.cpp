@@ -7,6 +7,7 @@
 #include "columns.inl"
 #include "int4.inl"
 #include "product.inl"
+#include "conv.inl"
 // clang-format on
 
 namespace hot {
@@ -21,6 +22,9 @@ extern const Kernels kAvx512 = {
     avx512::expand_int4,
     avx512::epilogue,
     avx512::int_product,
+    avx512::fold,
+    avx512::store_floats,
+    avx512::transform_tiles,
 };
 
 }  // namespace hot

@@ -7,6 +7,7 @@
 #include "columns.inl"
 #include "int4.inl"
 #include "product.inl"
+#include "conv.inl"
 // clang-format on
 
 namespace hot {
@@ -21,6 +22,9 @@ extern const Kernels kScalar = {
     scalar::expand_int4,
     scalar::epilogue,
     scalar::int_product,
+    scalar::fold,
+    scalar::store_floats,
+    scalar::transform_tiles,
 };
 
 }  // namespace hot

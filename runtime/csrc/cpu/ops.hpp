@@ -21,6 +21,40 @@ Tensor scaled_int_mm(const Kernels&, const Tensor& a, const Tensor& b, const Ten
                      const Tensor& b_scale, const std::optional<Tensor>& row_term,
                      const std::optional<Tensor>& col_term, ScalarType out_dtype);
 
+Tensor conv_grad_weight(const Kernels&, const Tensor& small, const Tensor& big,
+                        const Tensor& small_scale, const Tensor& big_scale,
+                        const std::optional<Tensor>& small_zero,
+                        const std::optional<Tensor>& big_zero, const Convolution&,
+                        int64_t dimensions, int64_t rank, ScalarType out_dtype);
+Tensor conv_grad_input(const Kernels&, const Tensor& rows, const Tensor& weight,
+                       const Tensor& row_scale, const Tensor& weight_scale, const Convolution&,
+                       ScalarType out_dtype);
+
+/// The geometry of dimensions `kernel.size()`, checked; -> three dimensions.
+Convolution convolution_of(const char* op, int64_t batch, const std::vector<int64_t>& small_size,
+                           const std::vector<int64_t>& big_size, const std::vector<int64_t>& kernel,
+                           const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                           const std::vector<int64_t>& dilation);
+inline int64_t volume(const int64_t (&size)[3]) { return size[0] * size[1] * size[2]; }
+
+/// Longest K whose int32 sums cannot overflow even if every product is (-128)^2.
+constexpr int64_t kMaxK = 131040;
+
+/// Rows of int8, `stride` bytes apart.
+struct Int8Rows {
+  const int8_t* data;
+  int64_t rows, stride;
+};
+/// out int32 [a.rows, b.rows] = a [:, :k] b [:, :k]^T, exactly; k at most kMaxK.
+void int_product(const Kernels&, const Int8Rows& a, const Int8Rows& b, int64_t k, int32_t* out);
+
+/// Bits of the coefficients of H16 that HLA(rank) keeps.
+uint32_t kept_mask(int64_t rank);
+/// dtype number of a float type, for empty_cpu.
+int32_t dtype_of(Float type);
+/// A contiguous fp32 vector of n entries.
+Tensor checked_vector(const Tensor& t, int64_t n, const char* op, const char* name);
+
 /// x as a kernel's operand; x must be contiguous and outlive the result.
 Matrix matrix_of(const Tensor& x, const char* op);
 Float float_type(ScalarType type, const char* op, const char* name);

@@ -21,7 +21,7 @@ void epilogue_of(const Epilogue& e, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     F row_scale = set(e.row_scale[row]);
     F row_term = set(e.row_term ? e.row_term[row] : 0.0f);
-    T* out = static_cast<T*>(e.out) + row * e.n;
+    T* out = static_cast<T*>(e.out) + row * e.out_stride;
     for (int64_t c = 0; c < e.n; c += kLanes) {
       int n = static_cast<int>(e.n - c < kLanes ? e.n - c : kLanes);
       F y = mul(load_product(e, row * e.n + c, n), row_scale);
@@ -42,7 +42,7 @@ void int_product(const IntProduct& p, int64_t begin, int64_t end) {
     int64_t j1 = j0 + block < p.n ? j0 + block : p.n;
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = j0; j < j1; ++j) {
-        p.out[i * p.n + j] = dot(p.a + i * p.stride, p.b + j * p.stride, p.k);
+        p.out[i * p.n + j] = dot(p.a + i * p.a_stride, p.b + j * p.b_stride, p.k);
       }
     }
   }

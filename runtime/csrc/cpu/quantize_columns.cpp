@@ -4,20 +4,21 @@
 #include "ops.hpp"
 
 namespace hot::cpu {
-namespace {
-
-constexpr int64_t kCacheBudget = 512 << 10;  // bytes of a gathered strip that stay in L2
-constexpr int64_t kGatherLimit = 8 << 20;    // a strip larger than this is worked on in chunks
-constexpr int64_t kChunkUnits = 64;          // a multiple of 64 rows of K for every rank
 
 /// Coefficients of H16 by LP_L1, reference.low_pass_order(): |i| + |j|, then max, then index.
-constexpr int kLowPass[16] = {0, 2, 8, 10, 3, 12, 11, 14, 1, 4, 15, 6, 9, 7, 13, 5};
+static constexpr int kLowPass[16] = {0, 2, 8, 10, 3, 12, 11, 14, 1, 4, 15, 6, 9, 7, 13, 5};
 
 uint32_t kept_mask(int64_t rank) {
   uint32_t mask = 0;
   for (int64_t i = 0; i < rank; ++i) mask |= 1u << kLowPass[i];
   return mask;
 }
+
+namespace {
+
+constexpr int64_t kCacheBudget = 512 << 10;  // bytes of a gathered strip that stay in L2
+constexpr int64_t kGatherLimit = 8 << 20;    // a strip larger than this is worked on in chunks
+constexpr int64_t kChunkUnits = 64;          // a multiple of 64 rows of K for every rank
 
 Grouping grouping_of(const Matrix& x, int64_t rank, int64_t tokens, const char* op) {
   HOT_CHECK(rank >= 0 && rank <= kLanes, op, "expected rank in 0..16; got ", rank);

@@ -17,6 +17,17 @@ Matrix matrix_of(const Tensor& x, const char* op) {
   return {x.const_data_ptr(), float_type(x.scalar_type(), op, "x"), x.size(0), x.size(1)};
 }
 
+int32_t dtype_of(Float type) {
+  if (type == Float::f32) return aoti_torch_dtype_float32();
+  return type == Float::bf16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float16();
+}
+
+Tensor checked_vector(const Tensor& t, int64_t n, const char* op, const char* name) {
+  check_dtype(t, ScalarType::Float, op, name, "float32");
+  check_shape(t, {n}, op, name);
+  return as_contiguous(t);
+}
+
 Rounding rounding_of(int64_t bits, bool stochastic, const char* op) {
   HOT_CHECK(bits == 4 || bits == 8, op, "expected bits 4 or 8; got ", bits);
   return {(1 << (bits - 1)) - 1, stochastic};

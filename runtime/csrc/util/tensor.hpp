@@ -64,6 +64,13 @@ inline Tensor empty_cpu(std::initializer_list<int64_t> shape, int32_t dtype) {
   return Tensor(handle);
 }
 
+/// A matrix over memory that outlives it.
+inline Tensor view_cpu(void* p, int64_t rows, int64_t cols, int64_t stride, ScalarType type) {
+  const int64_t sizes[2] = {rows, cols}, strides[2] = {stride, 1};
+  return torch::stable::from_blob(p, {sizes, 2}, {strides, 2},
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), type);
+}
+
 template <class T>
 T* data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());

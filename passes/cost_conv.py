@@ -1,0 +1,172 @@
+"""What a convolution's backward costs, beside ``cost``: the kernel's overlap decides what is moved.
+
+L counts small positions, O the channels on the small side, I those on the big side times kernel
+offsets (``Site``'s terms). X, S: elements of the big and the small tensor. W: how many times longer
+than L the contraction of g_w gets by frames (``frames.hpp``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+
+import sympy
+
+from hot_compile.config import Strategy
+from hot_compile.passes.cost import INT4_BYTES, VARIABLES, ZERO, Cost, E, I, L, O, R, Rates, seconds
+from hot_compile.passes.site import Convolution, hint
+
+X, S, W = sympy.symbols("X S waste", positive=True)
+_ALL = (*VARIABLES, X, S, W)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvShape:
+    """Numbers for the symbols of one convolution."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    element: int
+    rank: int
+    big: int
+    small: int
+    waste: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvCost:
+    """A ``Cost`` and what only convolutions do."""
+
+    cost: Cost
+    unfolded: sympy.Expr = ZERO
+    """Elements laid out as the kernel sees them."""
+    folded: sympy.Expr = ZERO
+    """Elements of products added into g_x."""
+
+
+def shape_of(
+    conv: Convolution, rows: int, outputs: int, inputs: int, element: int, rank: int
+) -> ConvShape:
+    """The numbers of one Site's convolution; symbolic sizes as traced."""
+    batch = hint(conv.batch)
+    small = rows * (inputs if conv.transposed else outputs)
+    big = batch * conv.big_channels * math.prod(map(hint, conv.big_size))
+    return ConvShape(rows, outputs, inputs, element, rank, big, small, _waste(conv))
+
+
+def _waste(conv: Convolution) -> float:
+    """Length of frames over that of the small tensor; the zeros of padding serve two rows."""
+    waste = 1.0
+    for n, k, s, d, p in zip(
+        conv.small_size, conv.kernel, conv.stride, conv.dilation, conv.padding, strict=True
+    ):
+        reach = (k - 1) * d // s
+        shared = min(reach, p) if s == 1 else 0
+        waste *= (hint(n) + reach - shared) / max(hint(n), 1)
+    return waste
+
+
+def saved_elements(conv: Convolution) -> sympy.Expr:
+    """Elements of x: what the forward would keep."""
+    return S if conv.transposed else X
+
+
+def _layout(conv: Convolution, gx: bool) -> sympy.Expr:
+    """Bytes of laying x, g_y and g_x out channels last where they are not so already."""
+    return ZERO if conv.rows_last else 2 * E * (X * (1 + int(gx)) + S)
+
+
+def _weight_grad(strategy: Strategy, conv: Convolution, im2col: bool) -> ConvCost:
+    if im2col:  # the paper's: the unfolded x is written, transformed and kept
+        product = Cost(int_ops=2 * L * O * I * R / 16, results=O * I, calls=1)
+        return ConvCost(product + Cost(bytes=L * I * (3 * E + R / 16) + L * O * (E + 1), calls=2))
+    x = saved_elements(conv)
+    other = S + X - x
+    half = strategy is Strategy.HLA8
+    kept = sympy.Integer(1) if strategy is Strategy.INT8 else INT4_BYTES
+    store = Cost(bytes=x * (E + kept), calls=1)
+    expand = Cost(bytes=x * (kept + 1), calls=1) if strategy is not Strategy.INT8 else Cost()
+    columns = Cost(bytes=other * (2 * E + 1), calls=1)
+    length = W * R / 16 if half and not conv.is_product else R / 16 if half else W
+    product = Cost(int_ops=2 * L * O * I * length, results=O * I, calls=conv.offsets)
+    tiles = Cost(bytes=2 * E * (S + X * int(conv.is_product))) if half else Cost()
+    unfolded = L * I if half and not conv.is_product else ZERO
+    return ConvCost(store + expand + columns + product + tiles, unfolded=unfolded)
+
+
+def _input_grad(conv: Convolution) -> ConvCost:
+    """HQ and the integer product; a kernel's products are added up as they come."""
+    if conv.transposed and not conv.is_product:
+        return ConvCost(Cost(flops=2 * L * O * I, calls=1))
+    rows = Cost(bytes=S * (E + 1), calls=1)
+    weight = Cost(bytes=O * I * (E + 1) + 2 * E * O * I * int(conv.offsets > 1), calls=1)
+    product = Cost(int_ops=2 * L * O * I, calls=1)
+    if conv.is_product:
+        return ConvCost(rows + weight + product + Cost(results=L * I))
+    return ConvCost(rows + weight + product + Cost(bytes=X * E), folded=L * I)
+
+
+def _total(strategy: Strategy, gx: bool, gw: bool, conv: Convolution, im2col: bool) -> ConvCost:
+    parts = [ConvCost(Cost(bytes=_layout(conv, gx)))]
+    if gx:
+        parts.append(_input_grad(conv))
+    if gw and strategy is Strategy.GX_ONLY:
+        parts.append(ConvCost(Cost(flops=2 * L * O * I, calls=1)))
+    elif gw:
+        parts.append(_weight_grad(strategy, conv, im2col))
+    return ConvCost(
+        sum((p.cost for p in parts), Cost()),
+        sum((p.unfolded for p in parts), ZERO),
+        sum((p.folded for p in parts), ZERO),
+    )
+
+
+def _seconds(total: ConvCost, rates: Rates, dtype: str) -> sympy.Expr:
+    own = dataclasses.replace(rates, exact={**rates.exact, **rates.convolution})
+    time = seconds(total.cost, own, dtype)
+    return time + total.unfolded / rates.unfold + total.folded / rates.fold
+
+
+@cache
+def _number(expression: sympy.Expr) -> object:
+    return sympy.lambdify(_ALL, expression, "math")
+
+
+def conv_gain(
+    strategy: Strategy,
+    gx: bool,
+    gw: bool,
+    rates: Rates,
+    dtype: str,
+    conv: Convolution,
+    shape: ConvShape,
+    im2col: bool = False,
+) -> float:
+    """How many times faster than exact a convolution's backward is predicted to be."""
+    products = int(gx) + int(gw)
+    exact = ConvCost(Cost(flops=2 * L * O * I * products, calls=products))
+    ours = at(_seconds(_total(strategy, gx, gw, conv, im2col), rates, dtype), shape)
+    return at(_seconds(exact, rates, dtype), shape) / ours if ours else 1.0
+
+
+def conv_saved_bytes(strategy: Strategy, conv: Convolution, im2col: bool = False) -> sympy.Expr:
+    """Bytes of x that this strategy keeps: of x itself, unfolded only where ``im2col`` says so."""
+    x = saved_elements(conv)
+    if strategy is Strategy.HLA8:
+        whole = conv.is_product or conv.transposed
+        return (L * I if im2col else x) * R / 16 if whole or im2col else x * INT4_BYTES
+    per_element = {
+        Strategy.INT4: INT4_BYTES,
+        Strategy.INT8: sympy.Integer(1),
+        Strategy.GX_ONLY: ZERO,
+        Strategy.EXACT: E,
+    }
+    return x * per_element[strategy]
+
+
+def at(expression: sympy.Expr, shape: ConvShape) -> float:
+    """The value of ``expression`` for one convolution."""
+    numbers = dataclasses.astuple(shape)
+    return float(_number(sympy.sympify(expression))(*numbers))  # type: ignore[operator]

@@ -1,0 +1,100 @@
+"""Real convolutional models, a few steps into training: every convolution is rewritten or refused
+with a reason, and gradients are close to exact.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from hot_compile.testing import cosine, hot_step
+
+timm = pytest.importorskip("timm")
+
+
+def digit_batch(size, count=4):
+    """Scikit-learn's real digits as RGB images of ``size`` pixels."""
+    data = load_digits()
+    images = torch.tensor(data.images[:count], dtype=torch.float32)[:, None] / 8 - 1
+    images = F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1)
+    return images.contiguous(), torch.tensor(data.target[:count])
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.model(x), y)
+
+
+SIZES = {
+    "resnet18": 64,
+    "resnet50": 64,
+    "convnext_tiny": 64,
+    "efficientformer_l1": 224,  # its attention has one fixed size
+    "efficientnetv2_s": 64,
+    "regnetx_002": 64,
+    "mobilenetv3_small_100": 64,
+}
+FAST = ("resnet18", "regnetx_002")
+MODELS = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIZES]
+
+
+def build(name):
+    size = SIZES[name]
+    model = timm.create_model(name, num_classes=10, drop_path_rate=0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return WithLoss(model.to(memory_format=torch.channels_last)), digit_batch(size)
+
+
+def warm(model, inputs, steps=6):
+    """A few exact training steps: gradients at initialisation say little."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(*inputs).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def norm(gradients):
+    return torch.stack([g.norm() for g in gradients]).norm()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request):
+    torch.manual_seed(0)
+    model, inputs = build(request.param)
+    warm(model, inputs)
+    exact = copy.deepcopy(model)
+    exact(*inputs).backward()
+    return model, inputs, {name: p.grad for name, p in exact.named_parameters()}
+
+
+@pytest.mark.parametrize(("recipe", "floor"), [("int8", 0.98), ("hot", 0.95)])
+def test_every_convolution_is_rewritten_or_refused(trained, recipe, floor):
+    model, inputs, exact = trained
+    model = copy.deepcopy(model)
+    _, (graph,) = hot_step(model, *inputs, options={"recipe": recipe, "min_gain": 0})
+    decisions = {d.site.split("#")[0]: d for d in graph.plan}
+    convolutions = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    first = next(iter(convolutions))
+    for name, module in convolutions.items():
+        d = decisions[name]
+        if module.groups > 1:
+            assert "left alone, as in the paper" in d.reason, name
+        elif name == first:
+            assert "first convolution" in d.reason
+        else:
+            assert d.strategy == {"int8": "int8", "hot": "int4"}[recipe], (name, d.reason)
+    whole = norm(exact.values())
+    for name, parameter in model.named_parameters():
+        if exact[name].norm() > 1e-5 * whole:  # e.g. a bias before a norm: its gradient is zero
+            assert cosine(parameter.grad, exact[name]) >= floor, name
