@@ -53,6 +53,20 @@ class Rows(str, Enum):
         return self.value
 
 
+class Memory(str, Enum):
+    """Which tensors are stored compressed between forward and backward."""
+
+    ALL = "all"
+    """Every large one whose readers tolerate it, layers' inputs or not."""
+    PAPER = "paper"
+    """Only what a layer's product reads, as the paper's ABC."""
+    OFF = "off"
+    """None, apart from the x of rewritten layers."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
 def _strategies(names: str) -> tuple[Strategy, ...]:
     return tuple(Strategy(n) for n in names.split())
 
@@ -91,6 +105,15 @@ class HotConfig:
     """Let min-cut recompute an x that is a cheap function of what is saved anyway (the output of a
     norm or activation) instead of saving it, even compressed (docs/adr/0004); False: the compressed
     x is what crosses, as in the paper's ABC."""
+    memory: Memory = Memory.ALL
+    """Which of the tensors that cross to the backward are stored compressed (docs/memory.md)."""
+    memory_bits: int = 4
+    """Fewest bits, 4 or 8, such a tensor is stored in; what attention reads is never below 8."""
+    memory_budget: float | int | None = None
+    """Held bytes per compiled graph (int), or a fraction (float) of what the graph would hold
+    uncompressed: tensors are compressed in order of error per byte until it is met. None: all."""
+    memory_min_bytes: int = 2**16
+    """Smaller tensors are not worth a kernel and stay exact."""
     keep_head: bool = True
     """Leave the classifier head exact, as the paper does."""
     min_gain: float = 1.05
@@ -151,7 +174,7 @@ RECIPES: dict[str, HotConfig] = {
     # Half-length g_w product where the rows can be grouped across the batch.
     "fast": HotConfig(recipe="fast", strategies=_strategies("hla8 int4"), error_budget=0.5),
     # 8-bit everywhere: the closest to exact that is still integer.
-    "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8),
+    "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8, memory_bits=8),
     # The paper's text, verbatim: per-tensor scales, HLA(8) by LP_L1 on consecutive rows.
     "paper": HotConfig(
         recipe="paper",
@@ -161,10 +184,16 @@ RECIPES: dict[str, HotConfig] = {
         rows=Rows.CONSECUTIVE,
         recompute=False,
         error_budget=None,
+        memory=Memory.PAPER,
     ),
     # Other papers' methods, in fake-quantised arithmetic: for comparing accuracy only.
     **{str(baseline): _baseline(str(baseline)) for baseline in sorted(BASELINES)},
-    "exact": HotConfig(recipe="exact", strategies=_strategies("exact"), error_budget=None),
+    "exact": HotConfig(
+        recipe="exact",
+        strategies=_strategies("exact"),
+        error_budget=None,
+        memory=Memory.OFF,
+    ),
 }
 
 
@@ -248,6 +277,22 @@ def _budget(name: str, value: object) -> float | None:
     raise OptionError.value(name, value, "a relative error > 0 such as 0.2, or None")
 
 
+def _memory_budget(name: str, value: object) -> float | int | None:
+    fraction = isinstance(value, float) and 0 <= value <= 1
+    size = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is None or fraction or size:
+        return value  # type: ignore[return-value]
+    raise OptionError.value(
+        name, value, "bytes (an int >= 0), a fraction (a float from 0.0 to 1.0), or None"
+    )
+
+
+def _bytes(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise OptionError.value(name, value, "a number of bytes, an int >= 0")
+
+
 RATE_NAMES = ("float32", "bfloat16", "float16", "integer", "int4", "transform", "launch")
 """What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
 
@@ -279,6 +324,10 @@ _PARSERS: dict[str, Any] = {
     "exclude": _globs,
     "override": _overrides,
     "recompute": _one_of(True, False),
+    "memory": _choice(Memory),
+    "memory_bits": _one_of(4, 8),
+    "memory_budget": _memory_budget,
+    "memory_min_bytes": _bytes,
     "keep_head": _one_of(True, False),
     "min_gain": _ratio,
     "rates": _rates,

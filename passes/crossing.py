@@ -1,15 +1,15 @@
-"""The tensors that cross from forward to backward: the memory a training step holds."""
+"""What crosses from forward to backward, as a record: the memory a training step holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import fx
 
-from hot_compile.passes.graph import module_path
-from hot_compile.passes.site import hint
+from hot_compile.passes.pack import Scheme
+from hot_compile.passes.tolerance import Crosser, bytes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,44 +21,46 @@ class Crossing:
     module: str
     """Path of the module that produced it, '' if unknown."""
     dtype: str
+    """Of the tensor before it is stored."""
     shape: tuple[str, ...]
     bytes: int
+    """As it is stored, its parameters and masks included."""
+    bytes_before: int
+    """Uncompressed."""
+    scheme: str
+    """How it is stored: a ``Scheme``."""
+    reason: str
+    """Why it is not stored smaller, '' if it could be."""
     packed: bool
     """A part of what one of our operators made of a layer's x."""
 
 
-def crossing(forward: fx.GraphModule, num_fwd_outputs: int) -> tuple[Crossing, ...]:
-    """What ``forward`` returns beyond its user outputs, largest first.
+def crossing(
+    found: Sequence[Crosser], stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]]
+) -> tuple[Crossing, ...]:
+    """The record of ``found``, largest first.
 
     Args:
-        forward: the forward module the partitioner made: [user outputs][saved tensors][symbols].
-        num_fwd_outputs: how many of its outputs the user sees.
+        found: what the forward keeps.
+        stored: scheme and nodes of those that are stored otherwise than as they are.
     """
-    output = next(iter(reversed(forward.graph.nodes)))
-    seen = set(output.args[0][:num_fwd_outputs])
     kept = []
-    for node in output.args[0][num_fwd_outputs:]:
-        if not isinstance(node, fx.Node) or node.op == "placeholder" or node in seen:
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            seen.add(node)
-            kept.append(_crossing(node, value))
+    for crosser in found:
+        scheme, nodes = stored.get(crosser, (Scheme.EXACT, (crosser.saved,)))
+        value = crosser.saved.meta["val"]
+        entry = Crossing(
+            name=crosser.name,
+            module=crosser.module,
+            dtype=str(value.dtype).removeprefix("torch."),
+            shape=tuple(str(length) for length in value.shape),
+            bytes=sum(bytes_of(node.meta["val"]) for node in nodes),
+            bytes_before=bytes_of(value),
+            scheme=scheme.value,
+            reason=crosser.reason,
+            packed=_is_packed(crosser.saved),
+        )
+        kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))
-
-
-def _crossing(node: fx.Node, value: torch.Tensor) -> Crossing:
-    size = value.dtype.itemsize
-    for length in value.shape:
-        size *= hint(length)
-    return Crossing(
-        name=node.name,
-        module=module_path(node) or "",
-        dtype=str(value.dtype).removeprefix("torch."),
-        shape=tuple(str(length) for length in value.shape),
-        bytes=size,
-        packed=_is_packed(node),
-    )
 
 
 def _is_packed(node: fx.Node) -> bool:

@@ -17,15 +17,18 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from hot_compile.config import HotConfig
+from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
 from hot_compile.passes.crossing import Crossing, crossing
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
+from hot_compile.passes.partition import store
 from hot_compile.passes.plan import Plan, Pricing, plan
+from hot_compile.passes.plan_memory import plan_storage
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.shorten import shorten
+from hot_compile.passes.tolerance import crossers
 
 log = logging.getLogger("hot_compile")
 
@@ -121,20 +124,39 @@ class Partitioner(CustomPartitionerFn):
         with self._recomputation():
             forward, backward = partition(gm, joint_inputs, **kwargs)
         shorten(backward.graph)
+        kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        forward.recompile()
         backward.recompile()
         recorder = self._context.recorder
         recorder.graph("forward", forward)
         recorder.graph("backward", backward)
-        recorder.finished(self._joint.plan, crossing(forward, kwargs["num_fwd_outputs"]))
+        recorder.finished(self._joint.plan, kept)
         return forward, backward
 
-    def _recomputation(self) -> contextlib.AbstractContextManager[None]:
-        """Where we rewrote something: min-cut may recompute pointwise inputs of backward products.
+    def _compress(
+        self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int
+    ) -> tuple[Crossing, ...]:
+        """Store what crosses by plan, if the graph has layers at all."""
+        config, inputs = self._context.config, self._context.inputs
+        try:
+            found = crossers(
+                forward, backward, num_fwd_outputs, inputs, smallest=config.memory_min_bytes
+            )
+            chosen = plan_storage(found, config) if self._joint.plan is not None else {}
+        except Exception:
+            log.warning("hot: what crosses could not be read; it stays exact", exc_info=True)
+            return ()
+        return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
 
-        Inductor bans that by default, because an exact product reads such an x from memory anyway.
+    def _recomputation(self) -> contextlib.AbstractContextManager[None]:
+        """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
+
+        Inductor bans that by default, because an exact product reads such an x from memory anyway;
+        but what is stored compressed is restored by a pointwise kernel in any case.
         """
-        plan = self._joint.plan
-        if plan is None or not plan.rewritten or not self._context.config.recompute:
+        plan, config = self._joint.plan, self._context.config
+        changed = plan is not None and (plan.rewritten or config.memory is not Memory.OFF)
+        if not changed or not config.recompute:
             return contextlib.nullcontext()
         return functorch_config.patch(ban_recompute_materialized_backward=False)
 

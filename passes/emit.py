@@ -1,0 +1,105 @@
+"""Inserts operator nodes with the metadata that the partitioner and Inductor read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hot_compile.passes.graph import aten
+
+prims = torch.ops.prims
+DESCRIBING = (
+    "seq_nr",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "partitioner_tag",
+    "autograd_backward",
+)
+"""Metadata that says where a node comes from: an inserted node takes its neighbour's."""
+
+
+class Emitter:
+    """Appends nodes before one place of a graph, each with its fake value.
+
+    Args:
+        graph: changed in place.
+        before: new nodes go right before this one, in the order they are made.
+        like: whose origin the new nodes are given.
+    """
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
+        self._graph = graph
+        self._before = before
+        self._like = like
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node ``op(*args, **kwargs)``."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(op, args, kwargs)
+        node.meta = {key: self._like.meta[key] for key in DESCRIBING if key in self._like.meta}
+        node.meta["val"] = fake_result(node, fake_mode(self._like))
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> int | fx.Node:
+        """Length of ``node`` along ``dim``: a number, or a node where it is symbolic."""
+        length = node.meta["val"].shape[dim]
+        return length if isinstance(length, int) else self(aten.sym_size.int, node, dim)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``node`` as ``dtype``."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self(prims.convert_element_type.default, node, dtype)
+
+    def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """``node`` with its dimensions in this order."""
+        if list(order) == list(range(len(order))):
+            return node
+        return self(aten.permute.default, node, list(order))
+
+
+def fake_mode(node: fx.Node) -> FakeTensorMode:
+    """The mode that made ``node``'s fake value."""
+    value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    assert isinstance(value, FakeTensor), f"{node} has no fake tensor to take a mode from"
+    return value.fake_mode
+
+
+def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What ``node`` computes from its arguments' fake values."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def refresh(changed: Sequence[fx.Node]) -> None:
+    """Recompute the fake values that depend on ``changed``, as far as shapes or strides differ.
+
+    Nodes that cannot be recomputed (higher-order operators, unbacked sizes) keep what they have.
+    """
+    stale = {user for node in changed for user in node.users}
+    while stale:
+        node = min(stale)
+        stale.discard(node)
+        if node.op != "call_function" or "unbacked_bindings" in node.meta:
+            continue
+        with contextlib.suppress(Exception):
+            value = fake_result(node, fake_mode(changed[0]))
+            if not _same_layout(value, node.meta.get("val")):
+                node.meta["val"] = value
+                stale |= set(node.users)
+
+
+def _same_layout(new: Any, old: Any) -> bool:
+    if isinstance(new, (tuple, list)):
+        return isinstance(old, (tuple, list)) and all(map(_same_layout, new, old))
+    if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
+        return True
+    return new.shape == old.shape and new.stride() == old.stride()

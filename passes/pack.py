@@ -1,0 +1,224 @@
+"""How a tensor is stored between forward and backward: packed by plain operators Inductor fuses.
+
+Groups lie along memory, so that a group's values, packed bytes and parameters are read and written
+together. A byte of INT4 takes elements j and j + group/2 of its group, not neighbours: then both
+the reduction over a group and the packing walk the same half group, and Inductor makes them one
+kernel that reads the tensor once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+
+import torch
+from torch import Tensor, fx
+
+from hot_compile.passes.emit import Emitter, prims
+from hot_compile.passes.graph import aten
+from hot_compile.passes.site import hint
+
+GROUP = 128
+"""Elements that share a scale, at most."""
+_SMALLEST_GROUP = 32
+_OUTWARD = 2.0**-8
+"""bf16 rounds by up to half of this: parameters are moved outward by it, so that the stored grid
+covers the group."""
+_TINY = 1e-30
+_MASK_BITS = 8
+
+
+class Scheme(str, Enum):
+    """What a crossing tensor is stored as."""
+
+    EXACT = "exact"
+    """As it is."""
+    INT8 = "int8"
+    """Symmetric INT8, a bf16 scale per group."""
+    INT4 = "int4"
+    """Min-max INT4, two to a byte, bf16 scale and minimum per group."""
+    BITS = "bits"
+    """A mask, eight elements to a byte. Lossless."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a tensor's memory is cut into groups."""
+
+    order: tuple[int, ...]
+    """Its dimensions by stride, outermost first."""
+    outer: int
+    """How many of them, from the outside, stay dimensions of the packed tensor."""
+    groups: int
+    """The rest: this many groups ..."""
+    group: int
+    """... of this many elements."""
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """Undoes ``order``."""
+        return tuple(self.order.index(dim) for dim in range(len(self.order)))
+
+
+def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
+    """How ``scheme`` would cut ``value`` (fake), or why it cannot."""
+    sizes, strides = value.shape, value.stride()
+    if any(hint(strides[d]) == 0 and hint(sizes[d]) > 1 for d in range(value.dim())):
+        return "expanded: its memory is smaller than it looks"
+    order = sorted(range(value.dim()), key=lambda d: (hint(sizes[d]) > 1, -hint(strides[d])))
+    run, outer = 1, len(order)
+    for dim in reversed(order):
+        if not isinstance(sizes[dim], int) or (sizes[dim] > 1 and strides[dim] != run):
+            break
+        run, outer = run * sizes[dim], outer - 1
+    innermost = sizes[order[-1]] if order else 1
+    group = _group(run, innermost if isinstance(innermost, int) else run, scheme)
+    if group is None:
+        return f"its innermost {run} contiguous elements do not divide into groups"
+    return Layout(tuple(order), outer, run // group, group)
+
+
+def _group(run: int, innermost: int, scheme: Scheme) -> int | None:
+    """Elements of a group: of one row if a row divides well, else of what is contiguous."""
+    if scheme is Scheme.BITS:
+        return run if run > 0 and run % _MASK_BITS == 0 else None
+    for length in (innermost, run):
+        for group in range(min(GROUP, length), _SMALLEST_GROUP - 1, -1):
+            if length % group == 0 and group % 2 == 0:
+                return group
+    return None
+
+
+def packed_bytes(value: Tensor, scheme: Scheme) -> int:
+    """Bytes of ``value`` (fake) stored by ``scheme``, its parameters included; sizes by hint."""
+    elements = 1
+    for size in value.shape:
+        elements *= hint(size)
+    if scheme is Scheme.EXACT:
+        return elements * value.dtype.itemsize
+    layout = layout_of(value, scheme)
+    assert isinstance(layout, Layout), layout
+    if scheme is Scheme.BITS:
+        return elements // _MASK_BITS
+    parameters = elements // layout.group * torch.bfloat16.itemsize
+    if scheme is Scheme.INT8:
+        return elements + parameters
+    return elements // 2 + 2 * parameters
+
+
+def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
+    """Nodes that hold ``x`` as ``scheme``: the packed tensor, then its parameters."""
+    if scheme is Scheme.EXACT:
+        return (x,)
+    layout = layout_of(x.meta["val"], scheme)
+    assert isinstance(layout, Layout), layout
+    memory = emit.permute(x, layout.order)
+    outer = [emit.size(memory, dim) for dim in range(layout.outer)]
+    if scheme is Scheme.BITS:
+        lanes = emit(aten.view.default, memory, [*outer, _MASK_BITS, layout.group // _MASK_BITS])
+        return (_pack_bits(emit, lanes),)
+    grouped = emit(aten.view.default, memory, [*outer, layout.groups, layout.group])
+    return (_pack_int8 if scheme is Scheme.INT8 else _pack_int4)(emit, grouped)
+
+
+def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme) -> fx.Node:
+    """Node that has ``like``'s shape, dtype and order of strides, from what ``pack`` made."""
+    if scheme is Scheme.EXACT:
+        return parts[0]
+    layout = layout_of(like, scheme)
+    assert isinstance(layout, Layout), layout
+    restore = {
+        Scheme.BITS: _unpack_bits,
+        Scheme.INT8: _unpack_int8,
+        Scheme.INT4: _unpack_int4,
+    }[scheme]
+    flat = emit.cast(restore(emit, *parts), like.dtype)
+    outer = [emit.size(parts[0], dim) for dim in range(layout.outer)]
+    inner = [like.shape[dim] for dim in layout.order[layout.outer :]]
+    return emit.permute(emit(aten.view.default, flat, [*outer, *inner]), layout.inverse)
+
+
+def _pack_int8(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+    values = emit.cast(x, torch.float32)
+    absmax = emit(aten.amax.default, emit(aten.abs.default, values), [-1], True)
+    wide = emit(aten.mul.Tensor, absmax, (1 + _OUTWARD) / 127)
+    scale = emit.cast(wide, torch.bfloat16)
+    q = emit(aten.round.default, emit(aten.mul.Tensor, values, _reciprocal(emit, scale)))
+    return emit.cast(q, torch.int8), scale
+
+
+def _unpack_int8(emit: Emitter, q: fx.Node, scale: fx.Node) -> fx.Node:
+    wide = emit.cast(scale, torch.float32)
+    return emit(aten.mul.Tensor, emit.cast(q, torch.float32), wide)
+
+
+def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+    group = x.meta["val"].shape[-1]
+    first = emit.cast(emit(aten.slice.Tensor, x, -1, 0, group // 2), torch.float32)
+    second = emit.cast(emit(aten.slice.Tensor, x, -1, group // 2, group), torch.float32)
+    low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-1], True)
+    high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-1], True)
+    margin = emit(aten.mul.Tensor, emit(aten.abs.default, low), _OUTWARD)
+    minimum = emit.cast(emit(aten.sub.Tensor, low, margin), torch.bfloat16)
+    base = emit.cast(minimum, torch.float32)
+    width = emit(aten.sub.Tensor, high, base)
+    scale = emit.cast(emit(aten.mul.Tensor, width, (1 + _OUTWARD) / 15), torch.bfloat16)
+    reciprocal = _reciprocal(emit, scale)
+
+    def nibble(values: fx.Node) -> fx.Node:
+        centred = emit(aten.sub.Tensor, values, base)
+        return emit(aten.round.default, emit(aten.mul.Tensor, centred, reciprocal))
+
+    upper = emit(aten.mul.Tensor, nibble(second), 16.0)
+    packed = emit(aten.add.Tensor, nibble(first), upper)
+    return emit.cast(packed, torch.uint8), scale, minimum
+
+
+def _unpack_int4(emit: Emitter, packed: fx.Node, scale: fx.Node, minimum: fx.Node) -> fx.Node:
+    q = _fields(emit, packed, count=2, bits=4)
+    scale, minimum = (
+        emit(aten.unsqueeze.default, emit.cast(part, torch.float32), -2)
+        for part in (scale, minimum)
+    )
+    scaled = emit(aten.mul.Tensor, emit.cast(q, torch.float32), scale)
+    return emit(aten.add.Tensor, scaled, minimum)
+
+
+def _pack_bits(emit: Emitter, mask: fx.Node) -> fx.Node:
+    bits = emit.cast(mask, torch.uint8)
+    packed = emit(aten.select.int, bits, -2, 0)
+    for bit in range(1, _MASK_BITS):
+        lane = emit(aten.select.int, bits, -2, bit)
+        shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, lane, bit)
+        packed = emit(aten.bitwise_or.Tensor, packed, shifted)
+    return packed
+
+
+def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
+    return emit.cast(_fields(emit, packed, count=_MASK_BITS, bits=1), torch.bool)
+
+
+def _fields(emit: Emitter, packed: fx.Node, count: int, bits: int) -> fx.Node:
+    """[..., n] bytes as [..., count, n]: field k of every byte along the new dimension."""
+    shifts = emit(
+        prims.iota.default,
+        count,
+        start=0,
+        step=bits,
+        dtype=torch.int32,
+        device=packed.meta["val"].device,
+        requires_grad=False,
+    )
+    lanes = emit.cast(emit(aten.unsqueeze.default, packed, -2), torch.int32)
+    column = emit(aten.view.default, shifts, [count, 1])
+    shifted = emit(aten.bitwise_right_shift.Tensor, lanes, column)
+    return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
+
+
+def _reciprocal(emit: Emitter, scale: fx.Node) -> fx.Node:
+    """1 / ``scale``; large for a scale of 0, whose group holds nothing but its minimum."""
+    wide = emit(aten.clamp_min.default, emit.cast(scale, torch.float32), _TINY)
+    return emit(aten.reciprocal.default, wide)

@@ -1,0 +1,124 @@
+"""Partitioned graphs -> the same with crossing tensors stored compressed. Never chooses.
+
+A tensor is packed after its last use in the forward and unpacked before its first use in the
+backward, so that the whole of it exists on neither side in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+from hot_compile.passes.emit import Emitter, refresh
+from hot_compile.passes.graph import VIEWS, strip
+from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, unpack
+from hot_compile.passes.tolerance import Crosser
+
+
+def store(
+    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, chosen: Mapping[Crosser, Scheme]
+) -> dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]]:
+    """Store every crossing tensor of ``chosen`` by its scheme; both graphs change in place.
+
+    Returns for each of them what the forward keeps in its place.
+    """
+    edit = _Edit(forward, backward, num_fwd_outputs)
+    stored = {}
+    for crosser, scheme in chosen.items():
+        if scheme is Scheme.EXACT:
+            continue
+        for mask in crosser.masks:
+            edit.keep_mask(mask, beside=crosser)
+        stored[crosser] = scheme, edit.replace(crosser, scheme)
+    edit.finish()
+    return stored
+
+
+class _Edit:
+    """The forward's outputs and the backward's placeholders, changed in step."""
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> None:
+        self._forward, self._backward = forward, backward
+        self._user_outputs = num_fwd_outputs
+        self._output = forward.output_node()
+        saved = list(self._output.args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
+        self._slots: list[list[Any]] = [[value] for value in saved]
+        self._slot_of = dict(zip(saved, self._slots, strict=True))
+        self._by_name = {node.name: node for node in forward.nodes}
+        self._masks: set[fx.Node] = set()
+        self._restored: list[fx.Node] = []
+
+    def replace(self, crosser: Crosser, scheme: Scheme) -> tuple[fx.Node, ...]:
+        """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted."""
+        slot, arriving = self._slot_of[crosser.saved], crosser.restored
+        slot.remove(crosser.saved)
+        if arriving.users:
+            slot += self._store(crosser.saved, arriving, arriving, scheme)
+        self._backward.erase_node(arriving)
+        return tuple(slot)
+
+    def keep_mask(self, mask: fx.Node, beside: Crosser) -> None:
+        """Make the backward's comparison ``mask`` in the forward instead, and save its bits."""
+        if mask in self._masks:
+            return  # another tensor it is recomputed from was stored before
+        compared, *others = mask.args
+        known = self._by_name.get(compared.name) if isinstance(compared, fx.Node) else None
+        if known is None or any(isinstance(arg, fx.Node) for arg in others):
+            return  # made of what only the backward has
+        self._masks.add(mask)
+        made = Emitter(self._forward, _after_last_use(known), known)(mask.target, known, *others)
+        bits = isinstance(layout_of(made.meta["val"], Scheme.BITS), Layout)
+        scheme = Scheme.BITS if bits else Scheme.EXACT
+        self._slot_of[beside.saved] += self._store(made, mask, beside.restored, scheme)
+        self._backward.erase_node(mask)
+
+    def _store(
+        self, saved: fx.Node, wanted: fx.Node, beside: fx.Node, scheme: Scheme
+    ) -> tuple[fx.Node, ...]:
+        """Pack ``saved`` in the forward and give the users of the backward's ``wanted`` its value.
+
+        New placeholders go before ``beside``. Returns what the forward must return.
+        """
+        parts = pack(Emitter(self._forward, _after_last_use(saved), saved), saved, scheme)
+        arriving = tuple(self._placeholder(part, beside) for part in parts)
+        emit = Emitter(self._backward, min(wanted.users), wanted)
+        value = unpack(emit, arriving, saved.meta["val"], scheme)
+        wanted.replace_all_uses_with(value)
+        self._restored.append(value)
+        return parts
+
+    def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
+        with self._backward.inserting_before(beside):
+            node = self._backward.placeholder(part.name)
+        node.meta = {"val": part.meta["val"]}
+        return node
+
+    def finish(self) -> None:
+        """Write the forward's outputs; bring fake values and both graphs up to date."""
+        returned = list(self._output.args[0])[: self._user_outputs]  # type: ignore[arg-type]
+        saved = [value for slot in self._slots for value in slot]
+        self._output.args = (tuple(returned + saved),)
+        if "desc" in self._output.meta:
+            described = list(self._output.meta["desc"])[: self._user_outputs]
+            described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
+            self._output.meta["desc"] = described
+        refresh(self._restored)
+        for graph in (self._forward, self._backward):
+            graph.eliminate_dead_code()
+            graph.lint()
+
+
+def _after_last_use(node: fx.Node) -> fx.Node:
+    """The place behind the last reader of ``node``'s memory, its views' readers included."""
+    base = strip(node, VIEWS)
+    last, stack = node, [base]
+    while stack:
+        for user in stack.pop().users:
+            if user.op != "output":
+                last = max(last, user)
+            if user.target in VIEWS:
+                stack.append(user)
+    return last.next

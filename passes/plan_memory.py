@@ -1,0 +1,65 @@
+"""(crossing tensors, config) -> Scheme of each: a pure function. Storage is chosen here only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hot_compile.config import HotConfig, Memory
+from hot_compile.passes.pack import Scheme, packed_bytes
+from hot_compile.passes.tolerance import Crosser, bytes_of
+
+_ERROR = {Scheme.EXACT: 0.0, Scheme.BITS: 0.0, Scheme.INT8: 0.004, Scheme.INT4: 0.06}
+"""Relative error of a stored tensor: what a step of the grid over the spread of normally
+distributed groups of 128 gives."""
+
+
+def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, Scheme]:
+    """How each crossing tensor is stored.
+
+    Without a budget: as small as it tolerates and ``config.memory_bits`` allows. With one: in
+    order of error per byte saved, until the budget holds. That order does not depend on the
+    budget, so a smaller budget never holds more.
+    """
+    if config.memory is Memory.OFF:
+        return {}
+    ladders = {c: _ladder(c, config) for c in found}
+    if config.memory_budget is None:
+        return {c: ladder[-1] for c, ladder in ladders.items() if len(ladder) > 1}
+    sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
+    held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
+    chosen: dict[Crosser, Scheme] = {}
+    for _, saved, crosser, scheme in sorted(_steps(ladders), key=lambda step: step[:2]):
+        if held <= budget:
+            break
+        chosen[crosser] = scheme
+        held -= saved
+    return chosen
+
+
+def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
+    """What ``crosser`` may be stored as under ``config``, finest first."""
+    if config.memory is Memory.PAPER and not crosser.feeds_product:
+        return (Scheme.EXACT,)
+    return tuple(
+        scheme for scheme in crosser.schemes if scheme is not Scheme.INT4 or config.memory_bits == 4
+    )
+
+
+def _in_bytes(budget: float, exact: int) -> float:
+    """A fraction (float) of what exact storage holds, or bytes (int)."""
+    return budget * exact if isinstance(budget, float) else budget
+
+
+def _steps(
+    ladders: dict[Crosser, tuple[Scheme, ...]],
+) -> list[tuple[float, int, Crosser, Scheme]]:
+    """(error per byte, bytes saved, tensor, scheme) of every step down every ladder."""
+    steps = []
+    for crosser, ladder in ladders.items():
+        value = crosser.saved.meta["val"]
+        for finer, coarser in pairwise(ladder):
+            saved = packed_bytes(value, finer) - packed_bytes(value, coarser)
+            error = _ERROR[coarser] - _ERROR[finer]
+            steps.append((error / max(1, saved), saved, crosser, coarser))
+    return steps
