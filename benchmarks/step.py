@@ -11,6 +11,7 @@ pointwise results (functorch's ``ban_recompute_materialized_backward=False``).
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import statistics
@@ -52,13 +53,25 @@ class Row:
 
 
 def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
-    """``exact`` or a recipe of ``hot``, either with ``+recompute`` behind it."""
-    name = config.removesuffix(RECOMPUTE)
+    """``exact``, or a recipe of ``hot`` with options (``hot:memory=off:gx_bits=8``).
+
+    Either may have ``+recompute`` behind it.
+    """
+    name, *settings = config.removesuffix(RECOMPUTE).split(":")
     backend: Any = "inductor" if name == "exact" else "hot"
-    options = None if name == "exact" else {"recipe": name}
+    options = None if name == "exact" else {"recipe": name} | dict(map(_setting, settings))
     if config.endswith(RECOMPUTE):
         backend = _recomputing(backend)
     return torch.compile(model, backend=backend, options=options)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``key=value``; the value as Python reads it, or the text itself."""
+    key, _, value = text.partition("=")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
 
 
 def _recomputing(name: str) -> Callable[..., Any]:
@@ -181,7 +194,9 @@ Width = Annotated[int | None, typer.Option(help="features, instead of the model'
 Depth = Annotated[int | None, typer.Option(help="blocks, instead of the model's own")]
 Image = Annotated[int | None, typer.Option(help="image size, instead of the model's own")]
 Tokens = Annotated[int | None, typer.Option(help="tokens per sample of a language model")]
-Configs = Annotated[str, typer.Option(help="comma-separated: exact or a recipe, each +recompute")]
+Configs = Annotated[
+    str, typer.Option(help="comma-separated: exact or recipe[:option=value], +recompute")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="write figures here")]
 
 

@@ -21,11 +21,11 @@ from hot_compile.passes.site import hint
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
-_OUTWARD = 2.0**-8
-"""bf16 rounds by up to half of this: parameters are moved outward by it, so that the stored grid
-covers the group."""
 _TINY = 1e-30
 _MASK_BITS = 8
+_UPPER_HALF = -0x10000
+"""Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
+_NAN_WORD = 0x7FC00000
 
 
 class Scheme(str, Enum):
@@ -36,7 +36,8 @@ class Scheme(str, Enum):
     INT8 = "int8"
     """Symmetric INT8, a bf16 scale per group."""
     INT4 = "int4"
-    """Min-max INT4, two to a byte, bf16 scale and minimum per group."""
+    """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
+    whoever unpacks makes one load of both."""
     BITS = "bits"
     """A mask, eight elements to a byte. Lossless."""
 
@@ -144,10 +145,9 @@ def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Sche
 def _pack_int8(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     values = emit.cast(x, torch.float32)
     absmax = emit(aten.amax.default, emit(aten.abs.default, values), [-1], True)
-    wide = emit(aten.mul.Tensor, absmax, (1 + _OUTWARD) / 127)
-    scale = emit.cast(wide, torch.bfloat16)
+    scale = _as_float(emit, _scale_word(emit, absmax, steps=127))
     q = emit(aten.round.default, emit(aten.mul.Tensor, values, _reciprocal(emit, scale)))
-    return emit.cast(q, torch.int8), scale
+    return emit.cast(q, torch.int8), emit.cast(scale, torch.bfloat16)
 
 
 def _unpack_int8(emit: Emitter, q: fx.Node, scale: fx.Node) -> fx.Node:
@@ -161,30 +161,66 @@ def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     second = emit.cast(emit(aten.slice.Tensor, x, -1, group // 2, group), torch.float32)
     low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-1], True)
     high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-1], True)
-    margin = emit(aten.mul.Tensor, emit(aten.abs.default, low), _OUTWARD)
-    minimum = emit.cast(emit(aten.sub.Tensor, low, margin), torch.bfloat16)
-    base = emit.cast(minimum, torch.float32)
-    width = emit(aten.sub.Tensor, high, base)
-    scale = emit.cast(emit(aten.mul.Tensor, width, (1 + _OUTWARD) / 15), torch.bfloat16)
-    reciprocal = _reciprocal(emit, scale)
+    minimum_word = _minimum_word(emit, low)
+    minimum = _as_float(emit, minimum_word)
+    scale_word = _scale_word(emit, emit(aten.sub.Tensor, high, minimum), steps=15)
+    reciprocal = _reciprocal(emit, _as_float(emit, scale_word))
 
     def nibble(values: fx.Node) -> fx.Node:
-        centred = emit(aten.sub.Tensor, values, base)
+        centred = emit(aten.sub.Tensor, values, minimum)
         return emit(aten.round.default, emit(aten.mul.Tensor, centred, reciprocal))
 
-    upper = emit(aten.mul.Tensor, nibble(second), 16.0)
-    packed = emit(aten.add.Tensor, nibble(first), upper)
-    return emit.cast(packed, torch.uint8), scale, minimum
+    packed = emit(aten.add.Tensor, nibble(first), emit(aten.mul.Tensor, nibble(second), 16.0))
+    lower = emit(aten.bitwise_right_shift.Tensor_Scalar, minimum_word, 16)
+    lower = emit(aten.bitwise_and.Scalar, lower, 0xFFFF)  # the shift repeats the sign
+    word = emit(aten.bitwise_or.Tensor, scale_word, lower)
+    return emit.cast(packed, torch.uint8), word
 
 
-def _unpack_int4(emit: Emitter, packed: fx.Node, scale: fx.Node, minimum: fx.Node) -> fx.Node:
+def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
     q = _fields(emit, packed, count=2, bits=4)
-    scale, minimum = (
-        emit(aten.unsqueeze.default, emit.cast(part, torch.float32), -2)
-        for part in (scale, minimum)
-    )
+    word = emit(aten.unsqueeze.default, word, -2)
+    scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, _UPPER_HALF))
+    minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
     scaled = emit(aten.mul.Tensor, emit.cast(q, torch.float32), scale)
     return emit(aten.add.Tensor, scaled, minimum)
+
+
+def _scale_word(emit: Emitter, width: fx.Node, steps: int) -> fx.Node:
+    """Bits of ``width / steps`` rounded up to bf16, NaN unless ``width`` is finite.
+
+    Rounded by hand, on the bits: Inductor keeps a value it casts to bf16 and back in fp32.
+    """
+    bits = _as_int(emit, emit(aten.mul.Tensor, width, 1 / steps))
+    up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), _UPPER_HALF)
+    finite = emit(aten.lt.Scalar, width, float("inf"))
+    return emit(aten.where.self, finite, up, _constant(emit, _NAN_WORD, like=bits))
+
+
+def _minimum_word(emit: Emitter, low: fx.Node) -> fx.Node:
+    """Bits of ``low`` rounded down to bf16: away from zero where it is negative."""
+    bits = _as_int(emit, low)
+    away = emit(aten.where.self, emit(aten.lt.Scalar, low, 0.0), *_constants(emit, bits))
+    return emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, away), _UPPER_HALF)
+
+
+def _constants(emit: Emitter, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+    return _constant(emit, 0xFFFF, like), _constant(emit, 0, like)
+
+
+def _constant(emit: Emitter, value: int, like: fx.Node) -> fx.Node:
+    fake = like.meta["val"]
+    return emit(
+        aten.full.default, [], value, dtype=fake.dtype, device=fake.device, pin_memory=False
+    )
+
+
+def _as_int(emit: Emitter, value: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, value, torch.int32)
+
+
+def _as_float(emit: Emitter, bits: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, bits, torch.float32)
 
 
 def _pack_bits(emit: Emitter, mask: fx.Node) -> fx.Node:
@@ -220,5 +256,4 @@ def _fields(emit: Emitter, packed: fx.Node, count: int, bits: int) -> fx.Node:
 
 def _reciprocal(emit: Emitter, scale: fx.Node) -> fx.Node:
     """1 / ``scale``; large for a scale of 0, whose group holds nothing but its minimum."""
-    wide = emit(aten.clamp_min.default, emit.cast(scale, torch.float32), _TINY)
-    return emit(aten.reciprocal.default, wide)
+    return emit(aten.reciprocal.default, emit(aten.clamp_min.default, scale, _TINY))
