@@ -93,6 +93,7 @@ class _Edit:
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
         with self._backward.inserting_before(beside):
             node = self._backward.placeholder(part.name)
+        node.target = node.name  # the name is made unique, the target is what code is made from
         node.meta = {"val": part.meta["val"]}
         return node
 
