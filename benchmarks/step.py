@@ -26,13 +26,12 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import typer
 from models import Size, Workload, build
-from peak import peak_bytes
 from report import environment, write_json
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from hot_compile.memory import held_bytes
+from hot_compile.memory import held_bytes, peak_bytes
 
 RECOMPUTE = "+recompute"
 DTYPES = ("fp32", "tf32", "bf16")

@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibration import calibrate
     from .config import HotConfig, Strategy
+    from .accounting import MemoryReport, memory_report
     from .inspect import Explanation, explain
     from .passes.profile import Profile
 
 __version__ = "0.1.0"
-__all__ = ["Explanation", "HotConfig", "Profile", "Strategy", "calibrate", "explain"]
+__all__ = [
+    "Explanation",
+    "HotConfig",
+    "MemoryReport",
+    "Profile",
+    "Strategy",
+    "calibrate",
+    "explain",
+    "memory_report",
+]
 
 _HOMES = {
     "calibrate": "calibration",
@@ -22,6 +32,8 @@ _HOMES = {
     "explain": "inspect",
     "Explanation": "inspect",
     "HotConfig": "config",
+    "MemoryReport": "accounting",
+    "memory_report": "accounting",
     "Strategy": "config",
 }
 

@@ -148,7 +148,7 @@ class Explanation:
         console = Console(width=140, record=False)
         with console.capture() as capture:
             console.print(self.table())
-            console.print(f"held between forward and backward: {_megabytes(self.held_bytes)}")
+            console.print(f"held between forward and backward: {megabytes(self.held_bytes)}")
         return capture.get()
 
 
@@ -170,13 +170,13 @@ def _row(d: Decision, stored: int) -> tuple[str, ...]:
         " x ".join(d.shape),
         f"{d.strategy}{bits}",
         "" if exact else f"{d.predicted_gain:.2f}x",
-        _megabytes(d.bytes_before),
-        "" if exact else _megabytes(stored),
+        megabytes(d.bytes_before),
+        "" if exact else megabytes(stored),
         d.reason or ("" if stored or not d.gw else "x is recomputed, or kept for another reader"),
     )
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
 
 
@@ -200,7 +200,7 @@ def explain(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) 
     backend = functools.partial(
         hot, options=options, recorder=reports, inner_compile=run_uncompiled
     )
-    with _unchanged(model), torch.enable_grad():
+    with unchanged(model), torch.enable_grad():
         torch.compile(model, backend=backend)(*inputs)
     explanation = Explanation(tuple(reports.graphs))
     print(explanation)
@@ -213,7 +213,7 @@ def run_uncompiled(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]
 
 
 @contextlib.contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
+def unchanged(model: Any) -> Iterator[None]:
     """Put buffers and random state back, and forget the compilations made inside."""
     buffers = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}

@@ -1,12 +1,13 @@
-"""What a training step keeps in memory between its forward and its backward."""
+"""What a training step keeps in memory between forward and backward, and how high it rises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 
@@ -66,3 +67,34 @@ def _saved_by(node: Any) -> list[Tensor]:
         return [*node.saved_tensors, *_tensors_in(getattr(node, "_tensors_no_vc_check", None))]
     names = [n for n in dir(node) if n.startswith("_saved_")]  # dir() evaluates nothing
     return [t for name in names for t in _tensors_in(getattr(node, name))]
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most bytes of tensors alive at once during ``call``, above what was alive before it."""
+    return _cuda_peak(call, device) if device.type == "cuda" else _cpu_peak(call)
+
+
+def _cuda_peak(call: Callable[[], Any], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak(call: Callable[[], Any]) -> int:
+    """Every allocation and release of the CPU allocator, replayed in order.
+
+    Unlike resident set size this does not depend on what malloc gives back to the system, so it is
+    the same number in every run.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        call()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    alive = peak = 0
+    for event in events:
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak

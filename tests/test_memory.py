@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from hot_compile.memory import held_bytes, held_tensors
+from hot_compile.memory import held_bytes, held_tensors, peak_bytes
 
 
 def _model():
@@ -41,3 +41,13 @@ def test_no_backward_holds_nothing():
     with torch.no_grad():
         assert held_bytes(model(x), model, x) == 0
     assert held_bytes({"not": "a tensor"}, model, x) == 0
+
+
+def test_peak_is_the_highest_point_not_the_sum():
+    def call():
+        for _ in range(4):
+            torch.empty(1 << 20, dtype=torch.uint8)
+        return torch.empty(3 << 20, dtype=torch.uint8)
+
+    peak = peak_bytes(call, torch.device("cpu"))
+    assert 3 << 20 <= peak <= 4 << 20

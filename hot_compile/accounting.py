@@ -1,0 +1,209 @@
+"""``memory_report``: what crosses from forward to backward, as stored, beside what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+
+from .inspect import Reports, megabytes, unchanged
+from .memory import held_bytes, peak_bytes
+from .passes.crossing import Crossing
+
+_STOCK = ("exact", "exact+recompute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One configuration's forward and backward, bytes."""
+
+    held: int
+    """Kept by autograd between forward and backward, parameters and inputs aside."""
+    peak: int
+    """How far memory rises during forward and backward above what is there before. By the CUDA
+    allocator's account, or on a CPU by replaying every allocation and release."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What ``backend="hot"`` keeps of a training step; prints itself as tables."""
+
+    crossing: tuple[Crossing, ...]
+    """Every tensor that crosses to the backward, largest first."""
+    measured: Mapping[str, Measured]
+    """By configuration: ``exact`` Inductor, ``exact+recompute`` (Inductor told that it may
+    recompute pointwise results) and ``hot``."""
+
+    @property
+    def predicted_held_bytes(self) -> int:
+        """What the crossing tensors take as they are stored."""
+        return sum(c.bytes for c in self.crossing)
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """What the same tensors would take uncompressed."""
+        return sum(c.bytes_before for c in self.crossing)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "predicted_held_bytes": self.predicted_held_bytes,
+            "uncompressed_bytes": self.uncompressed_bytes,
+            "measured": {name: dataclasses.asdict(m) for name, m in self.measured.items()},
+            "crossing": [dataclasses.asdict(c) for c in self.crossing],
+        }
+
+    def save_json(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to ``path``."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def save_png(self, path: str | Path) -> None:
+        """Bar chart of held bytes and peak by configuration.
+
+        Raises:
+            ImportError: matplotlib is missing (``pip install matplotlib``).
+        """
+        from matplotlib.figure import Figure  # wanted for this method only
+
+        figure = Figure(figsize=(7, 3.2), layout="constrained")
+        axes = figure.subplots(1, 2)
+        for axis, field in zip(axes, ("held", "peak"), strict=True):
+            sizes = [getattr(m, field) / 2**20 for m in self.measured.values()]
+            bars = axis.bar(list(self.measured), sizes, color=["#999999", "#777777", "#2a7f62"])
+            axis.bar_label(bars, fmt="%.0f")
+            axis.set_title(f"{field}, MiB")
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)
+
+    def tables(self) -> list[Table]:
+        """Crossing tensors; configurations."""
+        return [self._crossing_table(), self._measured_table()]
+
+    def _crossing_table(self) -> Table:
+        table = Table(title="kept for the backward", box=box.SIMPLE, title_justify="left")
+        for column in ("tensor", "module", "shape", "stored as"):
+            table.add_column(column, overflow="fold")
+        for column in ("before", "stored"):
+            table.add_column(column, justify="right")
+        table.add_column("why", overflow="fold")
+        for c in self.crossing:
+            scheme = c.dtype if c.scheme == "exact" else c.scheme
+            shape = " x ".join(c.shape)
+            sizes = megabytes(c.bytes_before), megabytes(c.bytes)
+            table.add_row(c.name, c.module, shape, scheme, *sizes, c.reason)
+        return table
+
+    def _measured_table(self) -> Table:
+        table = Table(title="measured", box=box.SIMPLE, title_justify="left")
+        table.add_column("configuration")
+        for column in ("held", "smaller", "peak", "smaller"):
+            table.add_column(column, justify="right")
+        exact = self.measured["exact"]
+        for name, m in self.measured.items():
+            ratios = f"{exact.held / max(1, m.held):.2f}x", f"{exact.peak / max(1, m.peak):.2f}x"
+            table.add_row(name, megabytes(m.held), ratios[0], megabytes(m.peak), ratios[1])
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140)
+        with console.capture() as capture:
+            for table in self.tables():
+                console.print(table)
+            console.print(f"predicted for hot: {megabytes(self.predicted_held_bytes)} held")
+        return capture.get()
+
+
+def memory_report(
+    model: nn.Module,
+    *inputs: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> MemoryReport:
+    """Compile and run ``model``'s forward and backward three ways, and account for the memory.
+
+    The model's gradients, buffers and the random state are put back as they were.
+
+    Args:
+        model: a module in training mode, on CPU or CUDA. Not yet compiled.
+        inputs: what a training step passes to it.
+        loss_fn: makes a scalar of the model's output; by default the mean of its squares.
+        options: as for ``torch.compile(model, backend="hot", options=...)``.
+
+    Returns:
+        A :class:`MemoryReport`: printable, ``to_json()``, ``save_json(path)``, ``save_png(path)``.
+    """
+    from .backend import hot  # the backend imports inspect, as this module does
+
+    reports = Reports()
+    ours = functools.partial(hot, options=options, recorder=reports)
+    loss_of = loss_fn or _mean_square
+    measured = {}
+    with _gradients_put_back(model):
+        for name in _STOCK:
+            with functorch_config.patch(_recomputation(name)):
+                measured[name] = _measure(model, inputs, loss_of, "inductor")
+        measured["hot"] = _measure(model, inputs, loss_of, ours)
+    crossing = (c for graph in reports.graphs for c in graph.crossing)
+    return MemoryReport(tuple(sorted(crossing, key=lambda c: -c.bytes)), measured)
+
+
+def _recomputation(name: str) -> dict[str, bool]:
+    return {"ban_recompute_materialized_backward": False} if name.endswith("recompute") else {}
+
+
+def _mean_square(output: Any) -> Tensor:
+    tensors = [output] if isinstance(output, Tensor) else _floats_in(output)
+    if not tensors:
+        raise TypeError(
+            f"got a model that returns {type(output).__name__} without floating-point tensors; "
+            "pass loss_fn=, which makes a scalar of it."
+        )
+    return torch.stack([t.float().square().mean() for t in tensors]).sum()
+
+
+def _floats_in(output: Any) -> list[Tensor]:
+    values = output.values() if isinstance(output, Mapping) else output
+    values = values if isinstance(values, Sequence | type({}.values())) else ()
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _measure(
+    model: nn.Module, inputs: tuple[Any, ...], loss_of: Callable[..., Tensor], backend: Any
+) -> Measured:
+    """One warm-up, one forward held, one whole step."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with unchanged(model), torch.enable_grad():
+        forward = torch.compile(model, backend=backend)
+
+        def step() -> None:
+            loss_of(forward(*inputs)).backward()
+            model.zero_grad()
+
+        step()  # compiles
+        loss = loss_of(forward(*inputs))
+        held = held_bytes(loss, model, inputs)
+        del loss
+        return Measured(held, peak_bytes(step, device))
+
+
+@contextlib.contextmanager
+def _gradients_put_back(model: nn.Module) -> Iterator[None]:
+    before = [(p, p.grad) for p in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
