@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .accounting import MemoryReport, memory_report
     from .calibration import calibrate
     from .config import HotConfig, Strategy
-    from .accounting import MemoryReport, memory_report
     from .inspect import Explanation, explain
     from .passes.profile import Profile
 

@@ -165,7 +165,9 @@ class HotConfig:
 def _baseline(name: str) -> HotConfig:
     """One of ``BASELINES`` for every layer, whatever it costs."""
     strategies = _strategies(name)
-    return HotConfig(recipe=name, strategies=strategies, min_gain=0, error_budget=None)
+    return HotConfig(
+        recipe=name, strategies=strategies, min_gain=0, error_budget=None, memory=Memory.OFF
+    )
 
 
 RECIPES: dict[str, HotConfig] = {

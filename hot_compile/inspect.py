@@ -177,6 +177,7 @@ def _row(d: Decision, stored: int) -> tuple[str, ...]:
 
 
 def megabytes(count: int) -> str:
+    """``count`` bytes as text, in MiB."""
     return f"{count / 2**20:.2f} MiB"
 
 

@@ -1,8 +1,9 @@
 """BASELINES FOR COMPARISON ONLY, IN FAKE-QUANTISED ARITHMETIC: naive INT4, LUQ, LBP-WHT.
 
 The methods that HOT's paper compares itself with (supplementary E, table 4), put into the same
-graph by the same pipeline, so that their accuracy can be compared. They round values to their grids but
-multiply in floating point, and keep x as it is: nothing is to be learnt here about speed or memory.
+graph by the same pipeline, so that their accuracy can be compared. They round values to their grids
+but multiply in floating point, and keep x as it is: nothing is to be learnt here about speed or
+memory.
 Rounding of g_y is pseudo-stochastic by the same hash as everywhere (docs/adr/0002).
 
 x [L, I], W [O, I], g_y [L, O]; g_x = g_y W [L, I], g_w = g_y^T x [O, I].

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -59,7 +60,12 @@ def untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, transposed
 
 
-def strip(node: fx.Node, kinds: set[object]) -> fx.Node:
+def returned(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, in order: nodes, numbers, None."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def strip(node: fx.Node, kinds: Set[Any]) -> fx.Node:
     """``node`` followed back through the first operand of nodes whose target is in ``kinds``."""
     while node.target in kinds:
         node = node.args[0]  # type: ignore[assignment]

@@ -21,7 +21,7 @@ from hot_compile.passes.site import hint
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
-_TINY = 1e-30
+_TINY = 2.0**-120
 _MASK_BITS = 8
 _UPPER_HALF = -0x10000
 """Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
@@ -75,8 +75,7 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
         if not isinstance(sizes[dim], int) or (sizes[dim] > 1 and strides[dim] != run):
             break
         run, outer = run * sizes[dim], outer - 1
-    innermost = sizes[order[-1]] if order else 1
-    group = _group(run, innermost if isinstance(innermost, int) else run, scheme)
+    group = _group(run, sizes[order[-1]] if outer < len(order) else run, scheme)
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
     return Layout(tuple(order), outer, run // group, group)
@@ -122,7 +121,7 @@ def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
         lanes = emit(aten.view.default, memory, [*outer, _MASK_BITS, layout.group // _MASK_BITS])
         return (_pack_bits(emit, lanes),)
     grouped = emit(aten.view.default, memory, [*outer, layout.groups, layout.group])
-    return (_pack_int8 if scheme is Scheme.INT8 else _pack_int4)(emit, grouped)
+    return _pack_int8(emit, grouped) if scheme is Scheme.INT8 else _pack_int4(emit, grouped)
 
 
 def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme) -> fx.Node:
@@ -131,15 +130,16 @@ def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Sche
         return parts[0]
     layout = layout_of(like, scheme)
     assert isinstance(layout, Layout), layout
-    restore = {
-        Scheme.BITS: _unpack_bits,
-        Scheme.INT8: _unpack_int8,
-        Scheme.INT4: _unpack_int4,
-    }[scheme]
-    flat = emit.cast(restore(emit, *parts), like.dtype)
+    flat = emit.cast(_restore(emit, parts, scheme), like.dtype)
     outer = [emit.size(parts[0], dim) for dim in range(layout.outer)]
     inner = [like.shape[dim] for dim in layout.order[layout.outer :]]
     return emit.permute(emit(aten.view.default, flat, [*outer, *inner]), layout.inverse)
+
+
+def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
+    if scheme is Scheme.BITS:
+        return _unpack_bits(emit, *parts)
+    return _unpack_int8(emit, *parts) if scheme is Scheme.INT8 else _unpack_int4(emit, *parts)
 
 
 def _pack_int8(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:

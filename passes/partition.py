@@ -13,7 +13,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import VIEWS, strip
+from hot_compile.passes.graph import VIEWS, returned, strip
 from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, unpack
 from hot_compile.passes.tolerance import Crosser
 
@@ -26,7 +26,7 @@ def store(
     Returns for each of them what the forward keeps in its place.
     """
     edit = _Edit(forward, backward, num_fwd_outputs)
-    stored = {}
+    stored: dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]] = {}
     for crosser, scheme in chosen.items():
         if scheme is Scheme.EXACT:
             continue
@@ -44,7 +44,7 @@ class _Edit:
         self._forward, self._backward = forward, backward
         self._user_outputs = num_fwd_outputs
         self._output = forward.output_node()
-        saved = list(self._output.args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
+        saved = returned(forward)[num_fwd_outputs:]
         self._slots: list[list[Any]] = [[value] for value in saved]
         self._slot_of = dict(zip(saved, self._slots, strict=True))
         self._by_name = {node.name: node for node in forward.nodes}
@@ -99,9 +99,9 @@ class _Edit:
 
     def finish(self) -> None:
         """Write the forward's outputs; bring fake values and both graphs up to date."""
-        returned = list(self._output.args[0])[: self._user_outputs]  # type: ignore[arg-type]
+        seen_by_user = returned(self._forward)[: self._user_outputs]
         saved = [value for slot in self._slots for value in slot]
-        self._output.args = (tuple(returned + saved),)
+        self._output.args = (tuple(seen_by_user + saved),)
         if "desc" in self._output.meta:
             described = list(self._output.meta["desc"])[: self._user_outputs]
             described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]

@@ -20,6 +20,7 @@ from hot_compile.passes.graph import (
     is_tangent,
     module_path,
     placeholders,
+    returned,
     strip,
 )
 from hot_compile.passes.match import GraphInputs
@@ -117,7 +118,7 @@ def crossers(
         inputs: which of the forward's placeholders are parameters.
         smallest: tensors of fewer bytes are not worth a kernel.
     """
-    outputs = forward.output_node().args[0]
+    outputs = returned(forward)
     seen_by_user = {_base(n) for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)}
     arriving = {n.name: n for n in backward.nodes if n.op == "placeholder"}
     gradients = closure(n for n in arriving.values() if is_tangent(n))

@@ -1,0 +1,145 @@
+"""Round trips of every storage scheme, as graphs run node by node and as Inductor compiles them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, packed_bytes, unpack
+
+
+def round_trip(x, scheme, compiled=False):
+    """(packed parts, restored x): what the forward would save, what the backward would see."""
+    graph, value = fx.Graph(), FakeTensorMode().from_tensor(x)
+    given_x = graph.placeholder("x")
+    given_x.meta["val"] = value
+    output = graph.output(())
+    emit = Emitter(graph, output, given_x)
+    parts = pack(emit, given_x, scheme)
+    restored = unpack(emit, parts, value, scheme)
+    output.args = ((*parts, restored),)
+    module = fx.GraphModule({}, graph)
+    run = torch.compile(module, dynamic=False) if compiled else module
+    *stored, y = run(x)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert sum(part.nbytes for part in stored) == packed_bytes(value, scheme)
+    return stored, y
+
+
+def groups_of(x, scheme):
+    """x, in memory order, one group a row."""
+    layout = layout_of(x, scheme)
+    assert isinstance(layout, Layout)
+    return x.permute(layout.order).reshape(-1, layout.group)
+
+
+shapes = st.sampled_from([(1, 64), (3, 128), (15, 17, 96), (2, 3, 4, 32), (5, 768), (7, 1000)])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def values(shape, dtype, seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * spread + spread / 3
+    x.view(-1)[:: max(3, x.numel() // 7)] *= 8  # outliers
+    return x.to(dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 999), spread=st.floats(1e-3, 1e3))
+def test_int4_is_within_half_a_step_of_its_group(shape, dtype, seed, spread):
+    x = values(shape, dtype, seed, spread)
+    _, y = round_trip(x, Scheme.INT4)
+    want, got = (groups_of(t, Scheme.INT4).double() for t in (x, y))
+    width = want.amax(1, keepdim=True) - want.amin(1, keepdim=True)
+    # the grid is at most this much wider: scale rounds up to bf16, the minimum down to it
+    step = (width + want.abs().amax(1, keepdim=True) * 2**-7) / 15 * (1 + 2**-7)
+    # 2^-8 and 2^-11: rounding of the restored value to x's dtype
+    rounding = (
+        want.abs() * {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    )
+    assert ((got - want).abs() <= step / 2 * 1.001 + rounding + 1e-12).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 999), spread=st.floats(1e-3, 1e3))
+def test_int8_is_within_half_a_step_of_its_group(shape, dtype, seed, spread):
+    x = values(shape, dtype, seed, spread)
+    _, y = round_trip(x, Scheme.INT8)
+    want, got = (groups_of(t, Scheme.INT8).double() for t in (x, y))
+    step = want.abs().amax(1, keepdim=True) / 127 * (1 + 2**-7)
+    rounding = (
+        want.abs() * {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    )
+    assert ((got - want).abs() <= step / 2 * 1.001 + rounding + 1e-12).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.sampled_from([(8,), (3, 5, 64), (2, 16, 7), (1, 200)]), seed=st.integers(0, 99))
+def test_bits_are_lossless(shape, seed):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.5
+    stored, y = round_trip(mask, Scheme.BITS)
+    assert torch.equal(y, mask)
+    assert stored[0].numel() == mask.numel() // 8
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8, Scheme.BITS])
+@pytest.mark.parametrize("make", ["contiguous", "permuted", "channels_last", "gaps"])
+def test_layouts_keep_values_in_their_places(scheme, make):
+    """Every group constant: INT4 restores constants up to bf16, so a misplaced group shows."""
+    base = torch.arange(4 * 6 * 2).float().repeat_interleave(64).view(4, 6, 2, 64) / 64 + 1
+    x = {
+        "contiguous": lambda: base,
+        "permuted": lambda: base.transpose(1, 2),
+        "channels_last": lambda: base.permute(0, 3, 1, 2),
+        "gaps": lambda: torch.cat((base, base), 2)[:, :, 1:3],
+    }[make]()
+    x = x > 1.3 if scheme is Scheme.BITS else x
+    for compiled in (False, True):
+        _, y = round_trip(x, scheme, compiled)
+        if scheme is Scheme.BITS:
+            assert torch.equal(x, y)
+        else:
+            torch.testing.assert_close(x, y, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_stores_the_same_bits(scheme, dtype):
+    x = values((197, 3, 64), dtype, seed=1, spread=2.0)
+    expected, y = round_trip(x, scheme)
+    got, z = round_trip(x, scheme, compiled=True)
+    for a, b in zip(expected, got, strict=True):
+        # Inductor's reciprocal and fused multiply-adds may move a tie by one step
+        wrong = (a.view(torch.uint8) != b.view(torch.uint8)).float().mean()
+        assert wrong < 1e-3
+    torch.testing.assert_close(y, z, rtol=2**-7, atol=0.2 if scheme is Scheme.INT4 else 0.02)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_group_with_nan_or_inf_comes_back_non_finite_and_alone(scheme, bad, compiled):
+    x = torch.randn(4, 256)
+    x[1, 200] = bad
+    _, y = round_trip(x, scheme, compiled)
+    poisoned = ~torch.isfinite(y)
+    assert poisoned[1, 128:].all()
+    assert poisoned.sum() == 128
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.25e-30, 2.0**100])
+def test_constant_groups_survive(value):
+    x = torch.full((2, 128), value)
+    for scheme in (Scheme.INT4, Scheme.INT8):
+        _, y = round_trip(x, scheme)
+        torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-30)
+
+
+def test_layouts_that_cannot_be_cut_say_why():
+    assert "do not divide" in layout_of(torch.empty(7, 11), Scheme.INT4)
+    assert "expanded" in layout_of(torch.empty(1, 128).expand(4, 128), Scheme.INT8)
+    assert "do not divide" in layout_of(torch.empty(4, 128)[:, ::2], Scheme.INT4)
+    assert "do not divide" in layout_of(torch.empty(3, 3), Scheme.BITS)
