@@ -142,7 +142,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _compiler_settings(dtype: str):
+def compiler_settings(dtype: str):
     """Room for all configurations at once, and the products' precision."""
     torch._dynamo.reset()
     precision = torch.get_float32_matmul_precision()
@@ -158,7 +158,7 @@ def measure(
     workload: Workload, configs: list[str], device: torch.device, dtype: str, rounds: int
 ) -> list[Row]:
     """Figures of every configuration, interleaved."""
-    with _compiler_settings(dtype):
+    with compiler_settings(dtype):
         trainers = [Trainer(c, workload, device, dtype == "bf16") for c in configs]
         for trainer in trainers:
             trainer.measure_memory()

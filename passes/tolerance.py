@@ -70,6 +70,7 @@ _SHAPE_ONLY = {
     aten.max_pool2d_with_indices_backward.default,
 }
 """They read the size of what they are given, or values that only say how large it is."""
+_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
 _TRANSPARENT = VIEWS | CASTS | _MOVES
 _DIVIDING = {aten.reciprocal.default, aten.log.default, aten.rsqrt.default}
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
@@ -229,6 +230,8 @@ class _Readers:
         """A layer's product, exact or ours, reads it through no more than views and casts."""
         self.masks: list[fx.Node] = []
         self._restored = restored
+        self._linear = {restored}
+        """Sums and multiples of it."""
         self._elements = restored.meta["val"].numel()
         self._gradients = gradients
         stack, seen = [restored], {restored}
@@ -246,6 +249,8 @@ class _Readers:
             self.refusal = "returned by the backward"
             return False
         if user.target in _TRANSPARENT or _is_getitem(user):
+            if node in self._linear:
+                self._linear.add(user)
             return True
         if user.target in _SHAPE_ONLY:
             return False
@@ -285,11 +290,13 @@ class _Readers:
         return user not in self._gradients
 
     def _divides(self, node: fx.Node, user: fx.Node) -> bool:
-        """``user`` divides by the saved tensor itself (not by 1 + exp(x), say)."""
+        """``user`` divides by the saved tensor, shifted and scaled (not by 1 + exp(x), say)."""
+        if user.target in _LINEAR and node in self._linear:
+            self._linear.add(user)
         dividing = user.target in _DIVIDING
         if user.target is aten.div.Tensor:
             dividing = user.args[1] is node
-        return dividing and strip(node, _TRANSPARENT) is self._restored
+        return dividing and node in self._linear
 
     def _attention_refusal(self, node: fx.Node, user: fx.Node) -> str:
         if user.target in _BATCHED:

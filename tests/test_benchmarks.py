@@ -72,3 +72,17 @@ def test_difference_pairs_seeds(benchmark):
     mean, error = other.difference(exact)
     assert mean == pytest.approx(0.01)
     assert error == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("fits", [100, 256, 271, 272, 1000])
+def test_largest_batch_is_the_last_that_fits(benchmark, fits):
+    tried = []
+
+    def peak_at(batch):
+        tried.append(batch)
+        return 1000 + 10 * batch if batch <= fits else None
+
+    largest = benchmark("largest_batch")
+    batch, _ = largest.search(peak_at, 1000 + 10 * 272, step=16)
+    assert batch == fits // 16 * 16
+    assert len(tried) < 60

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hot_compile.config import RECIPES, HotConfig, Rows, Strategy, option_names, split_options
+from hot_compile.config import RECIPES, HotConfig, Memory, Rows, Strategy, option_names, split_options
 from hot_compile.errors import OptionError
 
 
@@ -50,6 +50,12 @@ def test_paper_is_the_papers_text():
         ({"lqs_warm_up": -1}, "whole number >= 0"),
         ({"lqs_batches": 1.5}, "whole number >= 1"),
         ({"error_budget": 0}, "relative error > 0"),
+        ({"memory": "some"}, "'all', 'paper', 'off'"),
+        ({"memory_bits": 2}, "[4, 8]"),
+        ({"memory_budget": 1.5}, "a fraction"),
+        ({"memory_budget": -1}, "a fraction"),
+        ({"memory_budget": True}, "a fraction"),
+        ({"memory_min_bytes": 1.5}, "number of bytes"),
         ({"rates": {"int2": 1e12}}, "positive numbers by"),
         ({"rates": {"integer": -1}}, "positive numbers by"),
     ],
@@ -86,6 +92,10 @@ def test_hash_sees_every_field():
         "override": (("a", Strategy.INT8),),
         "keep_head": False,
         "recompute": False,
+        "memory": Memory.OFF,
+        "memory_bits": 8,
+        "memory_budget": 0.5,
+        "memory_min_bytes": 1,
         "min_gain": 2.0,
         "dump": "x",
         "rates": (("integer", 1.0),),

@@ -1,10 +1,13 @@
 """Held bytes against the allocator's own account."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from hot_compile import memory_report
 from hot_compile.memory import held_bytes, held_tensors, peak_bytes
 
 
@@ -51,3 +54,37 @@ def test_peak_is_the_highest_point_not_the_sum():
 
     peak = peak_bytes(call, torch.device("cpu"))
     assert 3 << 20 <= peak <= 4 << 20
+
+
+def test_report_predicts_what_is_measured(tmp_path):
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)]
+    model, x = nn.Sequential(*layers * 3), torch.randn(2048, 256)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before, random = model[0].weight.grad, torch.get_rng_state()
+    report = memory_report(model, x, options={"keep_head": False})
+    assert model[0].weight.grad is before
+    assert (before == 1).all()
+    assert model[1:][-1].weight.grad is None
+    assert torch.equal(random, torch.get_rng_state())
+    exact, recompute, hot = (report.measured[k] for k in ("exact", "exact+recompute", "hot"))
+    assert hot.held < 0.4 * recompute.held <= 0.4 * exact.held
+    assert hot.peak < recompute.peak
+    held_by_the_loss = 2048 * 256 * 4  # the squares, outside of the compiled graph
+    assert report.predicted_held_bytes == pytest.approx(hot.held - held_by_the_loss, rel=0.05)
+    report.save_png(tmp_path / "memory.png")
+    report.save_json(tmp_path / "memory.json")
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+    data = json.loads((tmp_path / "memory.json").read_text())
+    assert data["measured"]["hot"]["held"] == hot.held
+    assert "exact+recompute" in str(report)
+
+
+def test_report_wants_a_scalar_it_can_make():
+    class Nothing(nn.Linear):
+        def forward(self, x):
+            super().forward(x)
+            return "no tensor"
+
+    with pytest.raises(TypeError, match="loss_fn"):
+        memory_report(Nothing(4, 4), torch.randn(2, 4))

@@ -1,0 +1,272 @@
+"""What crosses to the backward: how it is stored, why not, and that nothing else changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hot_compile.testing import cosine, hot_step
+
+ALL = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
+
+
+def crossing(function, *inputs, **options):
+    """Everything that crosses, by the module that made it; the function's parameters get grads."""
+    _, graphs = hot_step(function, *inputs, options={**ALL, **options})
+    return [c for graph in graphs for c in graph.crossing]
+
+
+def held(function, *inputs, **options):
+    return sum(c.bytes for c in crossing(function, *inputs, **options))
+
+
+def schemes(kept, module):
+    return {c.scheme for c in kept if c.module.startswith(module) and c.bytes_before >= 1024}
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block on fused attention: causal, rotary, grouped keys, or masked."""
+
+    def __init__(self, width=128, heads=4, kv_heads=4, causal=False, rotary=False, dropout=0.0):
+        super().__init__()
+        self.heads, self.kv_heads, self.causal, self.rotary = heads, kv_heads, causal, rotary
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * kv_heads * (width // heads))
+        self.proj = nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def split(self, x, heads):
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def rotate(self, x):
+        angle = torch.arange(x.shape[-2]).view(-1, 1) * torch.rand(1, x.shape[-1])
+        first, second = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
+
+    def forward(self, x, mask=None):
+        y = self.norm1(x)
+        k, v = self.kv(y).chunk(2, -1)
+        q, k, v = self.split(self.q(y), self.heads), *(self.split(t, self.kv_heads) for t in (k, v))
+        if self.rotary:
+            q, k = self.rotate(q), self.rotate(k)
+        gqa = self.heads != self.kv_heads
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=gqa
+        )
+        x = x + self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+
+
+def stack(**kwargs):
+    blocks = nn.ModuleList([Block(**kwargs), Block(**kwargs)])
+
+    def loss(x, mask=None):
+        for block in blocks:
+            x = block(x, mask)
+        return x.square().mean()
+
+    return blocks, loss
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"causal": True, "rotary": True}, {"kv_heads": 2, "causal": True}, {"dropout": 0.1}],
+)
+def test_a_transformer_block_keeps_everything_large_compressed(kwargs):
+    torch.manual_seed(0)
+    _, loss = stack(**kwargs)
+    x = torch.randn(4, 48, 128)
+    kept = crossing(loss, x)
+    large = [c for c in kept if c.bytes_before >= 4 * 48 * 128]  # masks of bytes, too
+    names = {(c.module, c.dtype): c.scheme for c in large}
+    exact = [c for c in large if c.scheme == "exact" and not c.packed]
+    assert not exact, exact
+    assert {c.scheme for c in large if c.dtype == "bool"} <= {"bits"}
+    assert "int4" in names.values()
+    assert sum(c.bytes for c in kept) < 0.3 * sum(c.bytes_before for c in kept)
+
+
+def test_attention_masks_and_softmax_statistics_stay_exact():
+    _, loss = stack()
+    mask = torch.randn(4, 4, 48, 48)
+    kept = crossing(lambda x, m: loss(x, m * 2), torch.randn(4, 48, 128), mask)
+    reasons = {c.reason for c in kept if c.scheme == "exact"}
+    assert any("logsumexp" in r or "attn" in r for r in reasons), reasons
+
+
+def test_logits_and_attention_weights_stay_exact():
+    head = nn.Linear(64, 512)
+
+    def loss(x, y):
+        logits = head(F.gelu(x))
+        weights = (x @ x.transpose(1, 2)).softmax(-1)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + (weights @ x).square().mean()
+
+    x = torch.randn(4, 32, 64, requires_grad=True)
+    kept = crossing(loss, x * 1, torch.randint(512, (4, 32)))
+    logits = [c for c in kept if c.shape == ("128", "512")]
+    assert [c.scheme for c in logits] == ["exact"]
+    assert "softmax" in logits[0].reason
+
+
+def test_a_divisor_stays_exact():
+    layer = nn.Linear(64, 256)
+    kept = crossing(lambda x: (1 / (layer(x) + 3)).square().mean(), torch.randn(64, 64))
+    assert any("divided by" in c.reason for c in kept)
+
+
+def test_an_unknown_reader_stays_exact():
+    layer = nn.Linear(64, 256)
+    kept = crossing(lambda x: layer(x).cumprod(1).square().mean(), torch.randn(64, 64))
+    assert any("not known to tolerate" in c.reason or "recomputed" in c.reason for c in kept)
+
+
+def test_relu_masks_are_bits_and_exact():
+    """The gradient of a ReLU is zero exactly where its input was not positive."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def loss(x):
+        return second(first(x).relu()).square().mean()
+
+    x = torch.eye(64) * 2  # so that first's gradient shows which of its outputs passed
+    kept = crossing(loss, x, exclude="*")
+    dead = first(x).t() <= 0
+    assert (first.weight.grad[dead] == 0).all()
+    hidden = next(c for c in kept if c.shape == ("64", "256"))
+    count = 64 * 256
+    assert hidden.bytes == count // 2 + count // 128 * 4 + count // 8  # values, parameters, mask
+
+
+def test_batch_norm_and_pooling_cross_compressed():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(),
+        nn.Linear(32 * 64, 10),
+    )  # fmt: skip
+    x = torch.randn(8, 3, 16, 16)
+    exact = [net(x).square().mean().backward(), [p.grad.clone() for p in net.parameters()]][1]
+    net.zero_grad()
+    kept = crossing(lambda x: net(x).square().mean(), x)
+    assert sum(c.bytes for c in kept) < 0.4 * sum(c.bytes_before for c in kept)
+    for want, p in zip(exact, net.parameters(), strict=True):
+        if want.norm() > 1e-6:  # a bias before a batch norm has no gradient
+            assert cosine(p.grad, want) > 0.95
+
+
+def test_weights_inputs_and_outputs_are_left_alone():
+    torch.manual_seed(0)
+    layer, outputs = nn.Linear(256, 256), []
+    x = torch.randn(64, 256)
+
+    def loss(x):
+        y = layer(x)
+        outputs.append(y)
+        return (y * 2).relu().square().mean()
+
+    kept = crossing(loss, x)
+    torch.testing.assert_close(outputs[-1], layer(x), rtol=1e-5, atol=1e-5)
+    assert not any(c.name.startswith("primals") for c in kept)
+
+
+def test_functions_of_weights_alone_stay_exact():
+    layer = nn.Linear(256, 256, bias=False)
+    gain = nn.Parameter(torch.ones(256, 1))
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.gain = layer, gain
+
+        def forward(self, x):
+            w = self.layer.weight
+            w = self.gain * w / w.norm(dim=1, keepdim=True)
+            return F.gelu(x @ w.t()).square().mean()
+
+    kept = crossing(Normed(), torch.randn(128, 256))
+    assert all("parameters" in c.reason for c in kept if c.shape == ("256", "256"))
+
+
+def test_a_checkpointed_region_is_not_fought():
+    torch.manual_seed(0)
+    blocks, _ = stack()
+
+    def loss(x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+    x = torch.randn(4, 48, 128)
+    kept = crossing(loss, x)
+    assert sum(c.bytes_before for c in kept) < 6 * x.nbytes
+    assert any("recomputed region" in c.reason for c in kept)
+
+
+def test_options_choose_what_is_stored():
+    torch.manual_seed(0)
+    _, loss = stack()
+    x = torch.randn(4, 48, 128)
+    off, paper, eight, four = (
+        held(loss, x, **options)
+        for options in ({"memory": "off"}, {"memory": "paper"}, {"memory_bits": 8}, {})
+    )
+    assert off > paper > four
+    assert off > eight > four
+    assert "int4" not in {c.scheme for c in crossing(loss, x, memory_bits=8)}
+
+
+def test_smaller_budgets_never_hold_more():
+    torch.manual_seed(0)
+    _, loss = stack()
+    x = torch.randn(4, 48, 128)
+    exact, least = held(loss, x, memory="off"), held(loss, x)
+    sizes = [held(loss, x, memory_budget=f) for f in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)]
+    assert sizes[0] == exact
+    assert sizes[-1] == least
+    assert sizes == sorted(sizes, reverse=True)
+    for fraction, size in zip((0.8, 0.6, 0.4), sizes[1:4], strict=True):
+        assert size <= fraction * exact
+    assert held(loss, x, memory_budget=int(exact * 0.5)) <= exact * 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_trains(dtype):
+    torch.manual_seed(0)
+    blocks, loss = stack()
+    blocks.to(dtype)
+    x = torch.randn(4, 48, 128, dtype=dtype)
+    loss(x).backward()
+    exact = {n: p.grad.clone() for n, p in blocks.named_parameters()}
+    blocks.zero_grad()
+    hot_step(loss, x, options=ALL, lower=True)
+    for n, p in blocks.named_parameters():
+        if exact[n].float().norm() > 1e-4 and "kv.bias" not in n:
+            assert cosine(p.grad.float(), exact[n].float()) > 0.9, n
+
+
+def test_symbolic_batch_and_length():
+    torch.manual_seed(0)
+    blocks, loss = stack()
+    for batch, length in ((4, 48), (3, 33), (6, 40)):
+        x = torch.randn(batch, length, 128)
+        blocks.zero_grad()
+        loss(x).backward()
+        exact = {n: p.grad.clone() for n, p in blocks.named_parameters()}
+        blocks.zero_grad()
+        hot_step(loss, x, options=ALL, lower=True, dynamic=True)
+        for n, p in blocks.named_parameters():
+            if exact[n].norm() > 1e-6 and "kv.bias" not in n:
+                assert cosine(p.grad, exact[n]) > 0.93, n
+
+
+def test_non_finite_activations_reach_the_gradient():
+    _, loss = stack()
+    layer = nn.Linear(128, 128)
+    x = torch.randn(4, 48, 128)
+    x[1, 3, 7] = float("inf")
+    hot_step(lambda x: loss(layer(x)), x, options=ALL)
+    assert not torch.isfinite(layer.weight.grad).all()
