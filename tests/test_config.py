@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from hot_compile.config import RECIPES, HotConfig, Memory, Rows, Strategy, option_names, split_options
+from hot_compile.config import (
+    RECIPES,
+    HotConfig,
+    Memory,
+    Rows,
+    Strategy,
+    option_names,
+    split_options,
+)
 from hot_compile.errors import OptionError
 
 
