@@ -149,7 +149,8 @@ class Timing:
         return self.median("exact") / self.median(method)
 
 
-def _milliseconds(call: Callable[[], None], device: torch.device, repeats: int) -> float:
+def milliseconds(call: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Milliseconds of one call, of ``repeats`` in a row."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -176,7 +177,7 @@ def measure(
         operands = Operands(*(torch.randn(s, dtype=dtype, device=device) for s in shapes))
         for name, method in METHODS.items():
             repeats = 10 if device.type == "cuda" else 1
-            spent = _milliseconds(partial(method, operands, tokens), device, repeats)
+            spent = milliseconds(partial(method, operands, tokens), device, repeats)
             if number > 0:
                 timing.rounds[name].append(spent)
     return timing

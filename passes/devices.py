@@ -46,6 +46,9 @@ RATES: dict[str, Rates] = {
         int4=1300e12,
         transform=2.7e12,
         launch=4e-6,
+        convolution={"float32": 45e12, "tfloat32": 220e12, "bfloat16": 450e12, "float16": 450e12},
+        unfold=1.0e12,
+        fold=0.35e12,
     ),
     # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice.
     "sm80": Rates(
@@ -54,6 +57,9 @@ RATES: dict[str, Rates] = {
         int4=400e12,
         transform=1.2e12,
         launch=4e-6,
+        convolution={"float32": 16e12, "tfloat32": 90e12, "bfloat16": 170e12, "float16": 170e12},
+        unfold=0.4e12,
+        fold=0.15e12,
     ),
     # NVIDIA RTX 3090 and later consumer chips of its kind, likewise.
     "sm86": Rates(
@@ -62,6 +68,9 @@ RATES: dict[str, Rates] = {
         int4=200e12,
         transform=0.7e12,
         launch=4e-6,
+        convolution={"float32": 22e12, "tfloat32": 27e12, "bfloat16": 50e12, "float16": 50e12},
+        unfold=0.3e12,
+        fold=0.1e12,
     ),
 }
 
@@ -76,7 +85,7 @@ def pricing(device: torch.device) -> Rates | str:
         return missing
     if device.type == "cpu":
         return _cpu_rates()
-    return _cuda_rates(torch.cuda.get_device_capability(device), _tf32())
+    return _cuda_rates(torch.cuda.get_device_capability(device), _tf32(), _conv_tf32())
 
 
 @cache
@@ -101,18 +110,28 @@ def _cpu_rates() -> Rates:
     return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
 
 
-def _cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:
-    """Rates of the nearest architecture in the table, fp32 products at TF32's where it is on."""
+def _cuda_rates(capability: tuple[int, int], tf32: bool, conv_tf32: bool) -> Rates | str:
+    """Rates of the nearest architecture in the table, fp32 at TF32's where that is on."""
     if capability < (8, 0):
         return f"compute capability {capability} has no INT8 tensor cores this runtime uses"
     name = "sm90" if capability >= (9, 0) else "sm80" if capability == (8, 0) else "sm86"
     rates = RATES[name]
-    if not tf32:
-        return rates
-    exact = {**rates.exact, "float32": rates.exact["tfloat32"]}
-    return dataclasses.replace(rates, exact=exact)
+    return dataclasses.replace(
+        rates,
+        exact=_fp32_as_tf32(rates.exact) if tf32 else rates.exact,
+        convolution=_fp32_as_tf32(rates.convolution) if conv_tf32 else rates.convolution,
+    )
+
+
+def _fp32_as_tf32(rates: dict[str, float]) -> dict[str, float]:
+    return {**rates, "float32": rates["tfloat32"]}
 
 
 def _tf32() -> bool:
     """fp32 products on CUDA may use TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _conv_tf32() -> bool:
+    """fp32 convolutions on CUDA may use TF32: torch's default."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]

@@ -96,5 +96,5 @@ def test_every_convolution_is_rewritten_or_refused(trained, recipe, floor):
             assert d.strategy == {"int8": "int8", "hot": "int4"}[recipe], (name, d.reason)
     whole = norm(exact.values())
     for name, parameter in model.named_parameters():
-        if exact[name].norm() > 1e-5 * whole:  # e.g. a bias before a norm: its gradient is zero
+        if exact[name].norm() > 1e-4 * whole:  # e.g. a bias before a norm: its gradient is zero
             assert cosine(parameter.grad, exact[name]) >= floor, name

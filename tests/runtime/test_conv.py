@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hot_compile.runtime import reference, reference_conv
+from hot_compile.runtime import build, reference, reference_conv
 
 CONVS = {
     1: F.conv1d,
@@ -145,8 +145,13 @@ def test_conv_grad_weight_of_tiles(provider, assert_same, shape, rank):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_conv_grad_input(provider, shape, dtype):
+    check_grad_input(provider, shape, dtype)
+
+
+def check_grad_input(provider, shape, dtype):
+    """Integers are exact; floats are summed in the provider's order."""
     case, small, _, _ = random_case(*shape)
-    rows = F.pad(small.t(), (0, 3)).contiguous()
+    rows = padded(small.t()).contiguous()
     weight = torch.randint(-127, 128, (case.w[0].numel(), rows.shape[1]), dtype=torch.int8)
     args = (rows, weight, torch.rand(len(rows)) / 50, torch.rand(len(weight)) / 50)
     args = (*args, *case.geometry, dtype)
@@ -204,3 +209,85 @@ def test_wrong_arguments_say_what_was_expected():
         op(small, big, *scales, None, None, 2, [14], *tail[2:])
     with pytest.raises(RuntimeError, match="expected 392 rows"):
         torch.ops.hot.conv_grad_input(small, big, *scales, *case.geometry, torch.float32)
+
+
+def padded(t):
+    """K up to a multiple of 32, as the quantise operators write it."""
+    return F.pad(t, (0, -t.shape[1] % 32))
+
+
+def on_device(name, *args):
+    """``hot::name`` on the GPU with K padded as in a rewritten graph."""
+    count = 1 if name == "conv_grad_weight" else 2
+    args = [padded(a) if i < count else a for i, a in enumerate(args)]
+    moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    return getattr(torch.ops.hot, name)(*moved).cpu()
+
+
+@pytest.fixture
+def cuda():
+    """The CUDA provider, every allocation of which starts as NaN or the largest integer."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    build.load("cuda")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield on_device
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_cuda_index_handling_is_exact(cuda, dims):
+    for k, s, p, d, n in GRID if dims == 2 else GRID[::5]:
+        check_exact(Named(cuda), Case(dims, k, s, p, d, (n, n + 1, n + 2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_conv_grad_weight(cuda, assert_same, shape, dtype):
+    case, small, big, scales = random_case(*shape)
+    zeros = ((None, None), (torch.randn(len(small)), None), (None, torch.randn(len(big))))
+    for zero in zeros:
+        args = (small, big, *scales, *zero, *case.geometry, 0, dtype)
+        want = reference_conv.conv_grad_weight(*args)
+        torch.testing.assert_close(cuda("conv_grad_weight", *args), want, rtol=2e-2, atol=1e-2)
+    if dtype is torch.float32:  # without a zero point nothing is rounded but the scaling
+        args = (small, big, *scales, None, None, *case.geometry, 0, dtype)
+        assert_same(cuda("conv_grad_weight", *args), reference_conv.conv_grad_weight(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [1, 4, 8, 16])
+def test_cuda_conv_grad_weight_of_tiles(cuda, assert_same, shape, rank):
+    case, _, big, (_, big_scale) = random_case(*shape)
+    g = rows_of(torch.randn_like(case.g)).float()
+    tiles = reference_conv.tile_rows(g, case.geometry[0], case.small_size)
+    small, scale, _ = reference.quantize_columns(tiles, rank, 1, 8, True, True)
+    for zero in (None, torch.randn(len(big))):
+        args = (small, big, scale, big_scale, None, zero, *case.geometry, rank, torch.float32)
+        assert_same(cuda("conv_grad_weight", *args), reference_conv.conv_grad_weight(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_conv_grad_input(cuda, shape, dtype):
+    check_grad_input(cuda, shape, dtype)
+
+
+@pytest.mark.gpu
+def test_cuda_captures_into_a_graph(cuda):
+    case, small, big, scales = random_case(*SHAPES[0])
+    args = [padded(small), big, *scales, None, torch.randn(len(big)), *case.geometry]
+    args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    op = torch.ops.hot.conv_grad_weight
+    torch.use_deterministic_algorithms(False)  # filling fresh memory is not captured
+    want = op(*args, 0, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = op(*args, 0, torch.bfloat16)
+    got.zero_()
+    graph.replay()
+    assert torch.equal(got, want)

@@ -346,7 +346,7 @@ def test_runs_on_the_current_stream():
     check_equal(got, want)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMAS))
+@pytest.mark.parametrize("name", sorted(n for n in SCHEMAS if not n.startswith("conv_")))
 def test_opcheck(name):
     x = torch.randn(100, 72, device="cuda", dtype=torch.bfloat16)
     stored = torch.ops.hot.compress_int4(x)

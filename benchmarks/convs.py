@@ -1,0 +1,286 @@
+"""Backward time of single convolutions: exact (oneDNN, cuDNN) against every strategy.
+
+    python benchmarks/convs.py --shapes resnet50 --batch 8 --json convs.json
+    python benchmarks/convs.py --device cuda --dtype bfloat16 --batch 128
+
+A strategy's time is everything that HOT adds to, or puts in place of, both exact gradients: storing
+x in the forward, quantising grad_output and the weight, both integer products, laying them out.
+Tensors are channels last. Methods run interleaved within one process on fresh random inputs; the
+figure is the median. ``plan`` is the cost model's prediction for ``int4``; below 1.05 a layer stays
+exact.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from layers import geometric_mean, milliseconds
+from report import write_json
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hot_compile.config import Strategy
+from hot_compile.passes.cost_conv import conv_gain, shape_of
+from hot_compile.passes.devices import pricing
+from hot_compile.passes.site import Convolution
+from hot_compile.runtime import build
+from hot_compile.runtime.reference_conv import tile_rows
+
+hot = torch.ops.hot
+
+
+@dataclass(frozen=True)
+class Conv:
+    """One square convolution, padded by half its kernel."""
+
+    name: str
+    size: int
+    inputs: int
+    outputs: int
+    kernel: int
+    stride: int = 1
+
+
+def _convs(name: str, *shapes: tuple[int, ...]) -> list[Conv]:
+    return [Conv(name, *shape) for shape in shapes]
+
+
+RESNET50 = _convs(
+    "ResNet-50",
+    (56, 256, 64, 1),
+    (56, 64, 64, 3),
+    (28, 512, 128, 1),
+    (28, 128, 128, 3),
+    (14, 256, 256, 3),
+    (7, 512, 512, 3),
+    (56, 128, 128, 3, 2),
+    (14, 512, 512, 3, 2),
+)
+EFFICIENTFORMER_L7 = _convs(
+    "EfficientFormer-L7",
+    (56, 96, 384, 1),
+    (28, 192, 768, 1),
+    (14, 384, 1536, 1),
+    (56, 96, 192, 3, 2),
+    (28, 192, 384, 3, 2),
+)
+SHAPES = {
+    "paper": RESNET50 + EFFICIENTFORMER_L7,  # the convolutions of tables 6 and 7
+    "resnet50": RESNET50,
+    "efficientformer-l7": EFFICIENTFORMER_L7,
+}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One convolution's tensors, channels last."""
+
+    grad_output: Tensor
+    x: Tensor
+    weight: Tensor
+    conv: Convolution
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """As the operators take it."""
+        c = self.conv
+        settings = (c.small_size, c.big_size, c.kernel, c.stride, c.padding, c.dilation)
+        return (c.batch, *map(list, settings))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """[positions, channels], a view."""
+        return tensor.permute(0, 2, 3, 1).reshape(-1, tensor.shape[1])
+
+
+def operands(layer: Conv, batch: int, dtype: torch.dtype, device: torch.device) -> Operands:
+    """Random tensors for one layer."""
+    padding, out = layer.kernel // 2, (layer.size - 1) // layer.stride + 1
+    shapes = (
+        (batch, layer.outputs, out, out),
+        (batch, layer.inputs, layer.size, layer.size),
+        (layer.outputs, layer.inputs, layer.kernel, layer.kernel),
+    )
+    g, x, w = (
+        torch.randn(s, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+        for s in shapes
+    )
+    pair = [(n, n) for n in (out, layer.size, layer.kernel, layer.stride, padding, 1)]
+    conv = Convolution(batch, pair[0], pair[1], layer.inputs, *pair[2:], False, True)
+    return Operands(g, x, w, conv)
+
+
+def exact(t: Operands) -> None:
+    """Both gradients as autograd computes them."""
+    c = t.conv
+    settings = ([*c.stride], [*c.padding], [*c.dilation], False, [0, 0], 1, [True, True, False])
+    torch.ops.aten.convolution_backward(t.grad_output, t.x, t.weight, None, *settings)
+
+
+def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> None:
+    columns = t.weight.permute(0, 2, 3, 1).reshape(t.weight.shape[0], -1)
+    weight_q, weight_scale, _ = hot.quantize_columns(columns, 16, 1, 8, True, False)
+    pairs = (row_q, weight_q, row_scale, weight_scale)
+    if t.conv.is_product:
+        hot.scaled_int_mm(*pairs, None, None, t.x.dtype)
+    else:
+        hot.conv_grad_input(*pairs, *t.geometry, t.x.dtype)
+
+
+def _grad_w(t: Operands, g: tuple[Tensor, ...], x: tuple[Tensor, ...], rank: int = 0) -> None:
+    zero = x[2] if len(x) > 2 else None
+    if t.conv.is_product:
+        total = g[2] if zero is not None else None
+        hot.scaled_int_mm(g[0], x[0], g[1], x[1], total, zero, t.x.dtype)
+    else:
+        tail = (None, zero, *t.geometry, rank, t.x.dtype)
+        hot.conv_grad_weight(g[0], x[0], g[1], x[1], *tail)
+
+
+def int8(t: Operands) -> None:
+    """x stored in 8 bits."""
+    x_q, x_scale, _ = hot.quantize_columns(t.rows(t.x), 0, 1, 8, True, False)
+    grad = hot.quantize_grad(t.rows(t.grad_output), 8, True, 0, 1, True)
+    _grad_x(t, *grad[:2])
+    _grad_w(t, grad[2:], (x_q, x_scale))
+
+
+def int4(t: Operands) -> None:
+    """x stored in 4 bits."""
+    packed = hot.compress_int4(t.rows(t.x))
+    grad = hot.quantize_grad(t.rows(t.grad_output), 8, True, 0, 1, True)
+    _grad_x(t, *grad[:2])
+    _grad_w(t, grad[2:], hot.expand_int4(*packed))
+
+
+def hla8(t: Operands) -> None:
+    """g_w from the low-pass half of 4 x 4 tiles."""
+    size = (t.conv.batch, t.conv.small_size)
+    rows = t.rows(t.x)
+    if t.conv.is_product:
+        kept = hot.quantize_columns(tile_rows(rows, *size), 8, 1, 8, True, False)[:2]
+    else:
+        kept = hot.compress_int4(rows)
+    g = t.rows(t.grad_output)
+    _grad_x(t, *hot.quantize_rows(g, 8, True, True))
+    grad = hot.quantize_columns(tile_rows(g, *size), 8, 1, 8, True, True)
+    _grad_w(t, grad, kept if t.conv.is_product else hot.expand_int4(*kept), 8)
+
+
+METHODS: dict[str, Callable[[Operands], None]] = {
+    "exact": exact,
+    "hla8": hla8,
+    "int4": int4,
+    "int8": int8,
+}
+
+
+@dataclass
+class Timing:
+    """Milliseconds of each method for one convolution, one entry a round."""
+
+    layer: Conv
+    predicted: float
+    rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+
+    def median(self, method: str) -> float:
+        """Milliseconds."""
+        return statistics.median(self.rounds[method])
+
+    def speedup(self, method: str) -> float:
+        """How many times faster than exact."""
+        return self.median("exact") / self.median(method)
+
+
+def predicted_gain(t: Operands) -> float:
+    """What the plan expects of ``int4`` on this device."""
+    rates = pricing(t.x.device)
+    if isinstance(rates, str) or not rates.convolution:
+        return 1.0
+    kk, outputs = t.conv.offsets, t.grad_output.shape[1]
+    rows = t.grad_output.numel() // outputs
+    shape = shape_of(t.conv, rows, outputs, t.x.shape[1] * kk, t.x.element_size(), 8)
+    dtype = str(t.x.dtype).removeprefix("torch.")
+    return conv_gain(Strategy.INT4, True, True, rates, dtype, t.conv, shape)
+
+
+def measure(
+    layer: Conv, batch: int, dtype: torch.dtype, device: torch.device, rounds: int
+) -> Timing:
+    """Times all methods, interleaved; the first of ``rounds + 1`` rounds warms up."""
+    timing = None
+    for number in range(rounds + 1):
+        tensors = operands(layer, batch, dtype, device)
+        timing = timing or Timing(layer, predicted_gain(tensors))
+        for name, method in METHODS.items():
+            spent = milliseconds(partial(method, tensors), device, 10 if number else 1)
+            if number > 0:
+                timing.rounds[name].append(spent)
+    assert timing is not None
+    return timing
+
+
+def table_of(timings: list[Timing], title: str) -> Table:
+    """Times in ms and speedups over exact, one row per layer, and the geometric mean."""
+    table = Table(title=title)
+    for head in ("model", "size", "C", "O", "kernel", "exact ms"):
+        table.add_column(head, justify="right" if head != "model" else "left")
+    strategies = [name for name in METHODS if name != "exact"]
+    for name in strategies:
+        table.add_column(f"{name} ms", justify="right")
+        table.add_column("x", justify="right", style="bold")
+    table.add_column("plan", justify="right")
+    for t in timings:
+        kernel = f"{t.layer.kernel}" + (f"/{t.layer.stride}" if t.layer.stride > 1 else "")
+        cells = [t.layer.name, t.layer.size, t.layer.inputs, t.layer.outputs, kernel]
+        cells.append(f"{t.median('exact'):.2f}")
+        for name in strategies:
+            cells += [f"{t.median(name):.2f}", f"{t.speedup(name):.2f}"]
+        table.add_row(*map(str, cells), f"{t.predicted:.2f}")
+    means = [f"{geometric_mean([t.speedup(n) for t in timings]):.2f}" for n in strategies]
+    table.add_section()
+    table.add_row("geomean", *[""] * 5, *(c for mean in means for c in ("", mean)), "")
+    return table
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    batch: Annotated[int, typer.Option(help="samples")] = 8,
+    shapes: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "paper",
+    rounds: Annotated[int, typer.Option(help="timed rounds after one of warm-up")] = 5,
+    tf32: Annotated[bool, typer.Option(help="fp32 convolutions on CUDA may use TF32")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+) -> list[Timing]:
+    """Measure, print a table, and write JSON on request."""
+    if shapes not in SHAPES:
+        raise typer.BadParameter(f"got {shapes!r}; expected one of {', '.join(SHAPES)}")
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = True  # cuDNN's fastest, as stock training would use it
+    build.load(device)
+    torch.manual_seed(0)
+    target = torch.device(device)
+    timings = [
+        measure(layer, batch, getattr(torch, dtype), target, rounds) for layer in SHAPES[shapes]
+    ]
+    where = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
+    )
+    kind = dtype + (" (TF32)" if device == "cuda" and dtype == "float32" and tf32 else "")
+    title = f"convolution backward, {device} ({where}), {kind}, batch {batch}"
+    Console(width=130).print(table_of(timings, f"{title}, torch {torch.__version__}"))
+    if json_file:
+        arguments = {"title": title, "batch": batch, "dtype": kind, "shapes": shapes}
+        write_json(json_file, target, arguments, [asdict(t) for t in timings])
+    return timings
+
+
+if __name__ == "__main__":
+    typer.run(main)
