@@ -48,6 +48,20 @@ def digits(size: int = 32, held_out: float = 1 / 4) -> Split:
     return _split(x, torch.from_numpy(raw.target).long(), held_out)
 
 
+def two_digits(pairs: int = 6000, size: int = 32, held_out: float = 1 / 4) -> Split:
+    """Numbers 0 to 99 as two of scikit-learn's digits side by side, size x 2 size.
+
+    Held-out numbers are made of held-out digits only: nobody saw these strokes in training.
+    """
+    single, draw = digits(size, held_out), torch.Generator().manual_seed(SPLIT_SEED)
+    sides = ((single.train_x, single.train_y), (single.held_out_x, single.held_out_y))
+    parts = []
+    for (x, y), count in zip(sides, (pairs, int(pairs * held_out)), strict=True):
+        left, right = torch.randint(len(x), (2, count), generator=draw)
+        parts += [torch.cat((x[left], x[right]), dim=-1), 10 * y[left] + y[right]]
+    return Split(*parts)
+
+
 def shifted(x: Tensor, limit: int, draw: torch.Generator) -> Tensor:
     """Each image moved by up to ``limit`` pixels both ways: the usual crop of a padded image."""
     size = x.shape[-1]

@@ -2,7 +2,7 @@
 
 L counts small positions, O the channels on the small side, I those on the big side times kernel
 offsets (``Site``'s terms). X, S: elements of the big and the small tensor. W: how many times longer
-than L the contraction of g_w gets by frames (``frames.hpp``).
+than L the contraction of g_w gets by frames (``frames.hpp``); T: likewise with Hadamard tiles.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import sympy
 from hot_compile.config import Strategy
 from hot_compile.passes.cost import INT4_BYTES, VARIABLES, ZERO, Cost, E, I, L, O, R, Rates, seconds
 from hot_compile.passes.site import Convolution, hint
+from hot_compile.runtime.reference_conv import tile_shape
 
-X, S, W = sympy.symbols("X S waste", positive=True)
-_ALL = (*VARIABLES, X, S, W)
+ONE = sympy.Integer(1)
+
+X, S, W, T = sympy.symbols("X S waste tiled", positive=True)
+_ALL = (*VARIABLES, X, S, W, T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,7 @@ class ConvShape:
     big: int
     small: int
     waste: float
+    tiled: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +57,19 @@ def shape_of(
     batch = hint(conv.batch)
     small = rows * (inputs if conv.transposed else outputs)
     big = batch * conv.big_channels * math.prod(map(hint, conv.big_size))
-    return ConvShape(rows, outputs, inputs, element, rank, big, small, _waste(conv))
+    plain = (1,) * len(conv.kernel)
+    waste, tiled = (_waste(conv, tile) for tile in (plain, tile_shape(len(conv.kernel))))
+    return ConvShape(rows, outputs, inputs, element, rank, big, small, waste, tiled)
 
 
-def _waste(conv: Convolution) -> float:
+def _waste(conv: Convolution, tile: tuple[int, ...]) -> float:
     """Length of frames over that of the small tensor; the zeros of padding serve two rows."""
     waste = 1.0
-    for n, k, s, d, p in zip(
-        conv.small_size, conv.kernel, conv.stride, conv.dilation, conv.padding, strict=True
-    ):
-        reach = (k - 1) * d // s
-        shared = min(reach, p) if s == 1 else 0
-        waste *= (hint(n) + reach - shared) / max(hint(n), 1)
+    axes = (conv.small_size, conv.kernel, conv.stride, conv.dilation, conv.padding, tile)
+    for size, k, s, d, p, t in zip(*axes, strict=True):
+        reach = ((t - 1) * s + (k - 1) * d) // (t * s)
+        shared = min(reach, p) if t * s == 1 else 0
+        waste *= (-(-hint(size) // t) + reach - shared) * t / max(hint(size), 1)
     return waste
 
 
@@ -85,12 +90,14 @@ def _weight_grad(strategy: Strategy, conv: Convolution, im2col: bool) -> ConvCos
     x = saved_elements(conv)
     other = S + X - x
     half = strategy is Strategy.HLA8
-    kept = sympy.Integer(1) if strategy is Strategy.INT8 else INT4_BYTES
+    kept = ONE if strategy is Strategy.INT8 else INT4_BYTES
     store = Cost(bytes=x * (E + kept), calls=1)
     expand = Cost(bytes=x * (kept + 1), calls=1) if strategy is not Strategy.INT8 else Cost()
     columns = Cost(bytes=other * (2 * E + 1), calls=1)
-    length = W * R / 16 if half and not conv.is_product else R / 16 if half else W
+    length = (ONE if conv.is_product else T) * R / 16 if half else W
     product = Cost(int_ops=2 * L * O * I * length, results=O * I, calls=conv.offsets)
+    if not conv.is_product:  # the library packs both operands again for every kernel offset
+        product += Cost(bytes=L * length * (conv.offsets * O + I))
     tiles = Cost(bytes=2 * E * (S + X * int(conv.is_product))) if half else Cost()
     unfolded = L * I if half and not conv.is_product else ZERO
     return ConvCost(store + expand + columns + product + tiles, unfolded=unfolded)
@@ -159,7 +166,7 @@ def conv_saved_bytes(strategy: Strategy, conv: Convolution, im2col: bool = False
         return (L * I if im2col else x) * R / 16 if whole or im2col else x * INT4_BYTES
     per_element = {
         Strategy.INT4: INT4_BYTES,
-        Strategy.INT8: sympy.Integer(1),
+        Strategy.INT8: ONE,
         Strategy.GX_ONLY: ZERO,
         Strategy.EXACT: E,
     }

@@ -24,9 +24,9 @@ RATES: dict[str, Rates] = {
         int4=1800e9,
         transform=40e9,
         launch=8e-6,
-        convolution={"float32": 450e9, "bfloat16": 1000e9, "float16": 1000e9},
+        convolution={"float32": 420e9, "bfloat16": 1000e9, "float16": 1000e9},
         unfold=15e9,
-        fold=40e9,
+        fold=20e9,
         int32_result=True,
     ),
     # Without VNNI the INT8 product is no faster than fp32: nothing pays.
@@ -47,8 +47,8 @@ RATES: dict[str, Rates] = {
         transform=2.7e12,
         launch=4e-6,
         convolution={"float32": 45e12, "tfloat32": 220e12, "bfloat16": 450e12, "float16": 450e12},
-        unfold=1.0e12,
-        fold=0.35e12,
+        unfold=0.2e12,
+        fold=0.12e12,
     ),
     # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice.
     "sm80": Rates(
@@ -58,8 +58,8 @@ RATES: dict[str, Rates] = {
         transform=1.2e12,
         launch=4e-6,
         convolution={"float32": 16e12, "tfloat32": 90e12, "bfloat16": 170e12, "float16": 170e12},
-        unfold=0.4e12,
-        fold=0.15e12,
+        unfold=0.03e12,
+        fold=0.05e12,
     ),
     # NVIDIA RTX 3090 and later consumer chips of its kind, likewise.
     "sm86": Rates(
@@ -69,8 +69,8 @@ RATES: dict[str, Rates] = {
         transform=0.7e12,
         launch=4e-6,
         convolution={"float32": 22e12, "tfloat32": 27e12, "bfloat16": 50e12, "float16": 50e12},
-        unfold=0.3e12,
-        fold=0.1e12,
+        unfold=0.06e12,
+        fold=0.03e12,
     ),
 }
 

@@ -165,10 +165,26 @@ def _decide(
     if strategy is Strategy.EXACT:
         return _decision(site, config, strategy, reason or "recipe 'exact'", rates)
     decision = _decision(site, config, strategy, reason, rates, layer)
+    if site.conv is not None and strategy is Strategy.HLA8 and strategy != tried[-1]:
+        decision = _without_gain(site, config, decision, tried, rates)
+        strategy = decision.strategy
     if decision.predicted_gain < config.min_gain:
         why = f"not worth it: {strategy} predicted {decision.predicted_gain:.2f}x exact"
         return _decision(site, config, Strategy.EXACT, why, rates)
     return decision
+
+
+def _without_gain(
+    site: Site, config: HotConfig, hla: Decision, tried: tuple[Strategy, ...], rates: Rates
+) -> Decision:
+    """``hla`` of a convolution, or the next strategy where half the rows are predicted no faster.
+
+    Unlike a Linear's rows, a kernel's are transformed anew for every offset.
+    """
+    strategy, reason = _feasible(site, config, tried[tried.index(Strategy.HLA8) + 1 :])
+    why = "; ".join(filter(None, (f"no hla8: predicted no faster than {strategy}", reason)))
+    other = _decision(site, config, strategy, why, rates)
+    return hla if hla.predicted_gain > other.predicted_gain else other
 
 
 def _override(name: str, config: HotConfig) -> Strategy | None:

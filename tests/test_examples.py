@@ -35,7 +35,11 @@ def test_minimal(example):
 
 @pytest.mark.parametrize(
     ("name", "picture"),
-    [("train_vit_digits", "vit_digits.png"), ("train_char_gpt", "char_gpt.png")],
+    [
+        ("train_vit_digits", "vit_digits.png"),
+        ("train_resnet_digits", "resnet_digits.png"),
+        ("train_char_gpt", "char_gpt.png"),
+    ],
 )
 def test_quick_training(example, tmp_path, name, picture):
     exact, hot = example(name).main(quick=True, out=tmp_path)

@@ -59,13 +59,15 @@ void store_floats(const float* values, int64_t n, Float type, void* out) {
   with_type(type, [&](auto t) { store_floats_of(values, n, static_cast<decltype(t)*>(out)); });
 }
 
-constexpr int kTileBlock = 64;  // loops over a block's tiles are vectorised by the compiler
+constexpr int kTileBlock = 32;  // loops over a block's tiles are vectorised by the compiler
 
 /// A block's sums into `out`, [kept, out_stride].
 template <bool Narrow>
 inline void transform_block(int16_t (&x)[16][kTileBlock], uint32_t kept, int8_t* out,
                             int64_t out_stride, int64_t n) {
+#pragma GCC unroll 4
   for (int distance = 1; distance < 16; distance *= 2) {
+#pragma GCC unroll 16
     for (int e = 0; e < 16; ++e) {
       if (e & distance) continue;
       int16_t *low = x[e], *high = x[e + distance];

@@ -25,47 +25,70 @@ struct Call {
   int64_t positions() const { return volume(conv.small); }
   int64_t results() const { return volume(conv.big) * channels; }  // of a sample
   int64_t element() const { return type == Float::f32 ? 4 : 2; }
+  /// Rows whose products stay in cache: part of a sample, or several samples.
   int64_t chunk() const {
-    int64_t rows = kChunkBytes / (4 * offsets() * channels);
-    return std::min(positions(), std::clamp(rows, kFewestRows, kMostRows));
+    return std::clamp(kChunkBytes / (4 * offsets() * channels), kFewestRows, kMostRows);
   }
+  /// Samples that share a product.
+  int64_t group() const { return std::clamp<int64_t>(chunk() / positions(), 1, conv.batch); }
 };
 
-/// One sample; `products` holds a chunk, `sums` a sample's fp32 results unless these go to out.
-/// With `split`, threads share each chunk; otherwise the caller is one of several threads.
-void run_sample(const Call& c, int64_t sample, bool split, int32_t* products, float* sums) {
+struct Buffers {
+  std::unique_ptr<int32_t[]> products;
+  std::unique_ptr<float[]> sums;  // fp32 results of a group, unless these go to out
+
+  explicit Buffers(const Call& c)
+      : products(
+            new int32_t[std::max(c.chunk(), c.group() * c.positions()) * c.offsets() * c.channels]),
+        sums(c.type == Float::f32 ? nullptr : new float[c.group() * c.results()]) {}
+};
+
+void fold(const Call& c, const Fold& f, int64_t count, bool split) {
+  if (!split) return c.kernels.fold(f, count, 0, c.channels);
+  torch::stable::parallel_for(0, ceil_div(c.channels, kLanes), 1, [&](int64_t begin, int64_t end) {
+    c.kernels.fold(f, count, begin * kLanes, std::min(end * kLanes, c.channels));
+  });
+}
+
+/// Samples [sample, sample + count). With `split`, threads share each chunk; otherwise the caller
+/// is one of several threads.
+void run_group(const Call& c, int64_t sample, int64_t count, bool split, const Buffers& buffers) {
   char* out = c.out + sample * c.results() * c.element();
-  float* target = c.type == Float::f32 ? reinterpret_cast<float*>(out) : sums;
-  std::memset(target, 0, c.results() * sizeof(float));
-  const int64_t columns = c.offsets() * c.channels, chunk = c.chunk();
-  for (int64_t first = 0; first < c.positions(); first += chunk) {
-    const int64_t count = std::min(chunk, c.positions() - first);
+  float* target = c.type == Float::f32 ? reinterpret_cast<float*>(out) : buffers.sums.get();
+  std::memset(target, 0, count * c.results() * sizeof(float));
+  const int64_t columns = c.offsets() * c.channels;
+  const int64_t chunk = count > 1 ? count * c.positions() : std::min(c.chunk(), c.positions());
+  for (int64_t first = 0; first < count * c.positions(); first += chunk) {
+    const int64_t rows = std::min(chunk, count * c.positions() - first);
     const int64_t row = sample * c.positions() + first;
-    int_product(c.kernels, {c.rows + row * c.k, count, c.k}, {c.weight, columns, c.k}, c.k,
-                products);
-    Fold fold{&c.conv, products, first, c.row_scale + row, c.weight_scale, target, c.channels};
-    if (!split) {
-      c.kernels.fold(fold, count, 0, c.channels);
-      continue;
+    int_product(c.kernels, {c.rows + row * c.k, rows, c.k}, {c.weight, columns, c.k}, c.k,
+                buffers.products.get());
+    const int64_t each = count > 1 ? c.positions() : rows;  // of one sample
+    for (int64_t done = 0; done < rows; done += each) {
+      Fold f{&c.conv,
+             buffers.products.get() + done * columns,
+             first % c.positions(),
+             c.row_scale + row + done,
+             c.weight_scale,
+             target + (first + done) / c.positions() * c.results(),
+             c.channels};
+      fold(c, f, each, split);
     }
-    torch::stable::parallel_for(
-        0, ceil_div(c.channels, kLanes), 1, [&](int64_t begin, int64_t end) {
-          c.kernels.fold(fold, count, begin * kLanes, std::min(end * kLanes, c.channels));
-        });
   }
-  if (c.type != Float::f32) c.kernels.store_floats(target, c.results(), c.type, out);
+  if (c.type != Float::f32) c.kernels.store_floats(target, count * c.results(), c.type, out);
 }
 
 void run(const Call& c) {
-  const int64_t batch = c.conv.batch;
-  auto samples = [&](bool split, int64_t begin, int64_t end) {
-    std::unique_ptr<int32_t[]> products(new int32_t[c.chunk() * c.offsets() * c.channels]);
-    std::unique_ptr<float[]> sums(c.type == Float::f32 ? nullptr : new float[c.results()]);
-    for (int64_t s = begin; s < end; ++s) run_sample(c, s, split, products.get(), sums.get());
+  const int64_t batch = c.conv.batch, group = c.group(), groups = ceil_div(batch, group);
+  auto some = [&](bool split, int64_t begin, int64_t end) {
+    Buffers buffers(c);
+    for (int64_t g = begin; g < end; ++g) {
+      run_group(c, g * group, std::min(group, batch - g * group), split, buffers);
+    }
   };
-  if (batch < torch::stable::get_num_threads()) return samples(true, 0, batch);
-  torch::stable::parallel_for(0, batch, 1,
-                              [&](int64_t begin, int64_t end) { samples(false, begin, end); });
+  if (groups < torch::stable::get_num_threads()) return some(true, 0, groups);
+  torch::stable::parallel_for(0, groups, 1,
+                              [&](int64_t begin, int64_t end) { some(false, begin, end); });
 }
 
 }  // namespace
