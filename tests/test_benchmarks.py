@@ -58,6 +58,15 @@ def test_step(benchmark, tmp_path):
     assert written["environment"]["torch"] == torch.__version__
 
 
+def test_convs(benchmark, tmp_path, monkeypatch):
+    convs, file = benchmark("convs"), tmp_path / "convs.json"
+    small = [convs.Conv("small", 8, 16, 24, 3, 2), convs.Conv("small", 8, 16, 24, 1)]
+    monkeypatch.setitem(convs.SHAPES, "small", small)
+    timings = convs.main(shapes="small", batch=2, rounds=1, json_file=file)
+    assert all(t.median(name) > 0 for t in timings for name in convs.METHODS)
+    assert json.loads(file.read_text())["arguments"]["batch"] == 2
+
+
 def test_quality(benchmark, tmp_path, capsys):
     file = tmp_path / "quality.json"
     rows = benchmark("quality").main(recipes="exact", seeds=2, quick=True, json_file=file)
