@@ -98,6 +98,7 @@ def clean_path(source: str) -> str:
 
     ``L['self']._modules['blocks']._modules['0'].qkv`` becomes ``blocks.0.qkv``.
     """
+    source = source.replace(".__dict__", "")  # how Dynamo reads a module that overrides getattr
     path = re.sub(r"^[LG]\[['\"]\w+['\"]\]\.?", "", source)
     path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)

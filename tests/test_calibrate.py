@@ -376,3 +376,26 @@ def test_cli_shows_and_diffs(profile, tmp_path):
 def test_public_names():
     assert hot_compile.calibrate is calibrate
     assert hot_compile.Profile is Profile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_cuda(autocast):
+    torch.manual_seed(0)
+    model, found = Net(), {}
+    states = torch.cuda.get_rng_state()
+    for device in ("cpu", "cuda"):
+        model.to(device)
+
+        def loss_fn(m, batch, device=device):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                return loss_of(m, [t.to(device) for t in batch])
+
+        model.eval()  # the same gradients on both: no dropout
+        found[device] = calibrate(model, batches(), loss_fn, progress=False).layers
+    assert torch.equal(states, torch.cuda.get_rng_state())
+    assert found["cpu"].keys() == found["cuda"].keys()
+    for name, layer in found["cpu"].items():
+        for variant, measure in layer.grad_weight.items():
+            got = found["cuda"][name].grad_weight[variant]
+            assert got.error == pytest.approx(measure.error, rel=0.15 if autocast else 0.02)

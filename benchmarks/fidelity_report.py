@@ -1,0 +1,221 @@
+"""Tables and pictures of the fidelity suite, from its cells."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOWER_IS_BETTER = {"loss"}
+RANKS = (16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run's result."""
+
+    task: str
+    recipe: str
+    seed: int
+    metric: str
+    score: float
+    held_bytes: int
+    raw: dict[str, Any]
+
+
+class Cells:
+    """All results, by task and recipe and seed."""
+
+    def __init__(self, cells: Iterable[Cell]) -> None:
+        self._cells: dict[str, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
+        for cell in cells:
+            self._cells[cell.task][cell.recipe][cell.seed] = cell
+
+    @classmethod
+    def load(cls, out: Path) -> Cells:
+        """Every cell below the folder."""
+        found = []
+        for path in sorted((out / "cells").glob("*/*.json")):
+            raw = json.loads(path.read_text())
+            fields = ("task", "recipe", "seed", "metric", "score", "held_bytes")
+            found.append(Cell(*(raw[name] for name in fields), raw))
+        return cls(found)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks that have results."""
+        return list(self._cells)
+
+    def get(self, task: str, recipe: str) -> list[Cell]:
+        """By seed."""
+        return [cell for _, cell in sorted(self._cells[task][recipe].items())]
+
+    def relative(self, task: str, recipe: str) -> list[float]:
+        """Per seed: how much better than exact, relative to it (negative: worse)."""
+        exact = {cell.seed: cell for cell in self.get(task, "exact")}
+        found = []
+        for cell in self.get(task, recipe):
+            if cell.seed in exact:
+                gain = cell.score / exact[cell.seed].score - 1
+                found.append(-gain if cell.metric in LOWER_IS_BETTER else gain)
+        return found
+
+    def all(self) -> list[Cell]:
+        """Every cell."""
+        return [c for t in self._cells.values() for r in t.values() for c in r.values()]
+
+
+def _mean_spread(values: list[float], scale: float = 1.0, digits: int = 2) -> str:
+    if not values:
+        return ""
+    mean = statistics.fmean(values) * scale
+    spread = statistics.stdev(values) * scale if len(values) > 1 else float("nan")
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+
+
+def _score(cells: list[Cell]) -> str:
+    lower = bool(cells) and cells[0].metric in LOWER_IS_BETTER
+    return _mean_spread([c.score for c in cells], 1 if lower else 100, 3 if lower else 2)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def main_table(cells: Cells, recipes: Iterable[str]) -> str:
+    """Supplementary table 4's shape: recipes by tasks, mean and spread over seeds."""
+    tasks = cells.tasks
+    units = {t: cells.get(t, "exact")[0].metric for t in tasks if cells.get(t, "exact")}
+    header = ["recipe", *(f"{t}, {'%' if units.get(t) == 'accuracy' else 'loss'}" for t in tasks)]
+    rows = [[r, *(_score(cells.get(t, r)) for t in tasks)] for r in recipes]
+    return _table(header, [row for row in rows if any(row[1:])])
+
+
+def relative_table(cells: Cells, recipes: Iterable[str]) -> str:
+    """The same, relative to exact in percent, paired by seed; negative is worse."""
+    rows = [
+        [r, *(_mean_spread(cells.relative(t, r), 100) for t in cells.tasks)]
+        for r in recipes
+        if r != "exact"
+    ]
+    return _table(["recipe", *cells.tasks], [row for row in rows if any(row[1:])])
+
+
+def increments_table(cells: Cells) -> str:
+    """Supplementary table 1's shape: HOT, then ABC, then LQS."""
+    task = "glyph-tune"
+    rows = []
+    names = {"exact": "exact", "paper, no ABC": "HOT, scales per token", "paper, r=8": "+ ABC"}
+    names |= {"paper+lqs": "+ ABC + LQS", "paper": "ABC, scales per tensor (no LQS)"}
+    for recipe, name in names.items():
+        if found := cells.get(task, recipe):
+            rows.append([name, f"{found[0].held_bytes / 1e6:.1f}", _score(found)])
+    return _table(["method", "MB held", "accuracy, %"], rows)
+
+
+def rank_table(cells: Cells) -> str:
+    """Supplementary table 2's shape: HLA's rank."""
+    rows = [["exact", _score(cells.get("glyph-scratch", "exact"))]]
+    for rank in RANKS:
+        name = f"{rank} (full rank)" if rank == 16 else str(rank)
+        rows.append([name, _score(cells.get("glyph-scratch", f"paper, r={rank}"))])
+    return _table(["rows kept of 16", "accuracy, %"], rows)
+
+
+def lora_table(cells: Cells) -> str:
+    """Supplementary table 3's shape: HOT on frozen weights, on the low-rank factors, on both."""
+    rows = []
+    for frozen, factors, recipe in (
+        ("no", "no", "exact"), ("no", "yes", "LoRA factors"),
+        ("yes", "no", "LoRA frozen"), ("yes", "yes", "LoRA both"),
+    ):  # fmt: skip
+        rows.append([frozen, factors, _score(cells.get("lora", recipe))])
+    return _table(["HOT on frozen weights", "HOT on low-rank factors", "accuracy, %"], rows)
+
+
+def choice_table(cells: Cells, out: Path, task: str = "glyph-scratch") -> str:
+    """What LQS measured of each layer, and what it chose."""
+    chosen = {r: cells.get(task, r) for r in ("hot+lqs", "fast+lqs", "paper+lqs")}
+    path = out / "profiles" / f"{task}.fast+lqs.json"
+    if not path.exists() or not chosen["fast+lqs"]:
+        return "(not run)"
+    layers = json.loads(path.read_text())["layers"]
+    rows = []
+    for name, layer in layers.items():
+        errors = layer["grad_weight"]
+        figures = [errors.get(v, {}).get("error") for v in ("hla8/batch", "int4", "int8")]
+        row = [name, *("" if f is None else f"{f:.3f}" for f in figures)]
+        row.append(f"{layer['token_error']:.4f} / {layer['tensor_error']:.4f}")
+        for recipe, found in chosen.items():
+            plan = found[0].raw if found else {"strategies": {}, "reasons": {}}
+            choice = plan["strategies"].get(name, "")
+            if recipe == "paper+lqs" and choice != "exact":
+                reason = plan["reasons"].get(name, "")
+                choice = re.search("per (token|tensor)", reason)[0] if "LQS" in reason else choice
+            row.append(choice)
+        rows.append(row)
+    header = ["layer", "g_w error hla8", "int4", "int8", "g_y error per token / tensor"]
+    return _table([*header, "hot", "fast", "paper"], rows)
+
+
+def plot(cells: Cells, recipes: Iterable[str], path: Path) -> None:
+    """Every recipe's difference to exact, task by task, one dot a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [r for r in recipes if r != "exact" and any(cells.get(t, r) for t in cells.tasks)]
+    figure, axes = plt.subplots(
+        1, len(cells.tasks), figsize=(3 * len(cells.tasks), 4), sharey=True, squeeze=False
+    )
+    for axis, task in zip(axes[0], cells.tasks, strict=True):
+        for y, recipe in enumerate(names):
+            values = [100 * v for v in cells.relative(task, recipe)]
+            axis.plot(values, [y] * len(values), "o", alpha=0.7)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set(title=task, xscale="symlog", xlabel="% against exact")
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3)
+    axes[0][0].invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]:
+    """Replace the marked tables of the document; write JSON and PNG beside it."""
+    cells = Cells.load(out)
+    if not cells.tasks:
+        return [f"no cells below {out}; run them first"]
+    tables = {
+        "main": main_table(cells, recipes),
+        "relative": relative_table(cells, recipes),
+        "table1": increments_table(cells),
+        "table2": rank_table(cells),
+        "table3": lora_table(cells),
+        "choice": choice_table(cells, out),
+    }
+    text = document.read_text() if document.exists() else "\n".join(map(_marked, tables))
+    for name, table in tables.items():
+        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
+    document.write_text(text)
+    picture = document.with_name("fidelity.png")
+    plot(cells, recipes, picture)
+    figures = document.parent / "benchmarks" / "fidelity.json"
+    figures.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{k: v for k, v in c.raw.items() if k not in ("losses", "reasons")} for c in cells.all()]
+    figures.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return [f"{len(rows)} cells: {document}, {picture}, {figures}", *tables.values()]
+
+
+def _marked(name: str) -> str:
+    return f"<!-- table {name} -->\n<!-- end -->\n"
