@@ -30,14 +30,16 @@ from fidelity_report import write_report
 from fidelity_tasks import NEEDS_PRETRAINING, TASKS, Setting, pretrain
 from report import environment
 from rich.console import Console
+from torch import nn
 from torch._inductor.compile_fx import compile_fx_inner
 
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.memory import held_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from common import Task, Variant, train_variants
+from common import Task, learning_rate
 
 app = typer.Typer(help=__doc__.split("\n")[0], no_args_is_help=True, add_completion=False)
 
@@ -116,7 +118,8 @@ def run(
         missing = [s for s in range(seeds) if not cell_path(out, task, recipe, s).exists()]
         if not missing or time.monotonic() - start > deadline:
             return
-        code = _in_a_process(task, recipe, missing, setting, lower)
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        code = _in_a_process(task, recipe, missing, setting, lower, threads)
         mark = "done" if code == 0 else f"FAILED ({code})"
         console.print(f"{time.monotonic() - start:5.0f} s  {task} {recipe}: {mark}")
 
@@ -124,13 +127,19 @@ def run(
         list(pool.map(one, groups))
 
 
-def _in_a_process(task: str, recipe: str, seeds: list[int], setting: Setting, lower: bool) -> int:
+def _in_a_process(
+    task: str, recipe: str, seeds: list[int], setting: Setting, lower: bool, threads: int
+) -> int:
     """A process of its own per task and recipe: seeds share what it compiles."""
     command = [sys.executable, __file__, "cells", task, recipe, ",".join(map(str, seeds))]
     command += ["--out", str(setting.out), "--device", setting.device]
     command += ["--quick"] * setting.quick + ["--lower"] * lower
     setting.out.mkdir(parents=True, exist_ok=True)
-    environ = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
+    environ = {
+        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+    }
     with (setting.out / "log.txt").open("a") as log:
         return subprocess.run(command, stdout=log, stderr=log, env=environ, check=False).returncode
 
@@ -153,32 +162,64 @@ def cells(
     reports = Reports()
     profile = out / "profiles" / f"{task}.{recipe}.json"
     inner = compile_fx_inner if lower else run_uncompiled
-    variant = _variant(recipe, work, profile, recorder=reports, inner_compile=inner)
+    backend = _backend(recipe, work, profile, recorder=reports, inner_compile=inner)
     for seed in map(int, seeds.split(",")):
-        (result,) = train_variants(work, [variant], seed, Console(stderr=True))
+        losses, held, score = train(work, backend, seed)
         plan = reports.graphs[-1].plan if reports.graphs else ()
         data = {
             "task": task, "recipe": recipe, "seed": seed, "options": RECIPES[recipe],
-            "metric": work.metric, "score": result.score, "steps": work.steps,
-            "step_ms": result.median_step * 1e3, "held_bytes": result.held,
-            "losses": [round(loss, 4) for loss in result.losses],
+            "metric": work.metric, "score": score, "steps": work.steps, "held_bytes": held,
+            "losses": [round(loss, 4) for loss in losses],
             "strategies": {d.site: f"{d.strategy}" for d in plan},
             "reasons": {d.site: d.reason for d in plan}, "quick": quick,
             "environment": environment(work.device),
         }  # fmt: skip
+        print(f"{task} {recipe} {seed}: {score:.4f}", flush=True)
         path = cell_path(out, task, recipe, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".partial").write_text(json.dumps(data, indent=1) + "\n")
         path.with_suffix(".partial").rename(path)
 
 
-def _variant(recipe: str, task: Task, profile: Path, **keywords: Any) -> Variant:
+def train(task: Task, backend: Callable[..., Any], seed: int) -> tuple[list[float], int, float]:
+    """(losses, bytes held between forward and backward, held-out metric) of one cell.
+
+    Never waits for the device, so that several processes can share one.
+    """
+    torch.manual_seed(seed)
+    model = task.build().to(task.device).train()
+    cuda = task.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay, fused=cuda
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, task.steps))
+    torch.manual_seed(seed)
+    forward = torch.compile(model, backend=backend)
+    batches = task.batches(torch.Generator().manual_seed(seed))
+    losses, held = [], 0
+    for step in range(task.steps):
+        x, y = (_move(t, task.device) for t in next(batches))
+        loss = nn.functional.cross_entropy(forward(x).flatten(0, -2), y.flatten())
+        if step == 0:
+            held = held_bytes(loss, model, (x, y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist(), held, task.evaluate(model.eval())
+
+
+def _move(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
+def _backend(recipe: str, task: Task, profile: Path, **keywords: Any) -> Callable[..., Any]:
     """The recipe as a backend that every seed shares, rewriting whatever can be."""
     options: dict[str, Any] = {**RECIPES[recipe], "min_gain": 0}
     if options.get("lqs"):
         options |= {"lqs_warm_up": task.steps // 4, "profile": str(profile)}
-    backend: Callable[..., Any] = functools.partial(hot, options=options, **keywords)
-    return Variant(recipe, backend)
+    return functools.partial(hot, options=options, **keywords)
 
 
 @app.command()

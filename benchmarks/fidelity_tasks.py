@@ -19,7 +19,7 @@ from data import Split, glyphs
 from train_char_gpt import char_gpt_task
 from train_vit_digits import digits_task
 
-KNOWN, UNSEEN = 82, 39
+KNOWN, UNSEEN = 60, 40
 """Glyph classes for training from scratch, and those after them for fine-tuning."""
 LORA_RANK = 16
 _TARGETS = r".*blocks.*\.(qkv|proj|fc1|fc2)"
@@ -35,12 +35,12 @@ class Setting:
 
 
 def glyph_vit(classes: int, quick: bool) -> nn.Module:
-    """A ViT of 64 tokens, 192 wide and 4 deep, without class token."""
+    """A ViT of 16 tokens, 192 wide and 4 deep, without class token."""
     from timm.models.vision_transformer import VisionTransformer
 
     width, depth = (64, 1) if quick else (192, 4)
     return VisionTransformer(
-        img_size=32, patch_size=4, in_chans=1, num_classes=classes, embed_dim=width,
+        img_size=32, patch_size=8, in_chans=1, num_classes=classes, embed_dim=width,
         depth=depth, num_heads=width // 64, class_token=False, global_pool="avg",
     )  # fmt: skip
 
@@ -66,13 +66,13 @@ def _batches(data: Split, draw: torch.Generator) -> Batches:
 
 
 def glyph_scratch(setting: Setting) -> Task:
-    """82 classes of rendered letters, from random weights."""
+    """60 classes of rendered letters, from random weights."""
     data = glyphs(KNOWN, per_class=8 if setting.quick else 160, held_out=0.25)
-    return _glyph_task(data, lambda: glyph_vit(KNOWN, setting.quick), 500, 1e-3, setting)
+    return _glyph_task(data, lambda: glyph_vit(KNOWN, setting.quick), 800, 1e-3, setting)
 
 
 def glyph_tune(setting: Setting) -> Task:
-    """39 classes never seen before, all weights trained from those of ``glyph_scratch``."""
+    """40 classes never seen before, all weights trained from those of ``glyph_scratch``."""
     data = _unseen(setting)
     return _glyph_task(data, lambda: _pretrained(setting), 300, 2.5e-4, setting)
 
@@ -138,7 +138,7 @@ TASKS: dict[str, Callable[[Setting], Task]] = {
     "digits": lambda s: digits_task(quick=s.quick, device=s.device),
     "glyph-scratch": glyph_scratch,
     "glyph-tune": glyph_tune,
-    "char-gpt": lambda s: char_gpt_task(quick=s.quick, device=s.device),
+    "char-gpt": lambda s: char_gpt_task(steps=800, quick=s.quick, device=s.device),
     "lora": glyph_lora,
 }
 NEEDS_PRETRAINING = {"glyph-tune", "lora"}

@@ -127,6 +127,14 @@ def _train(task: Task, variant: Variant, model: nn.Module, seed: int, bar: Progr
     return run
 
 
+def learning_rate(step: int, steps: int) -> float:
+    """Share of the peak rate: a linear warm-up over a tenth of all steps, then cosine decay."""
+    warm = max(1, steps // 10)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
+
+
 class _Step:
     """One training step after the other, with cosine decay after a short linear warm-up."""
 
@@ -135,13 +143,9 @@ class _Step:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
-
-    def _rate(self, step: int) -> float:
-        warm = max(1, self.task.steps // 10)
-        if step < warm:
-            return (step + 1) / warm
-        return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, self.task.steps - warm))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate(step, task.steps)
+        )
 
     def __call__(self, run: Run, x: Tensor, y: Tensor) -> None:
         x, y = x.to(self.task.device), y.to(self.task.device)
