@@ -98,7 +98,8 @@ def clean_path(source: str) -> str:
 
     ``L['self']._modules['blocks']._modules['0'].qkv`` becomes ``blocks.0.qkv``.
     """
-    source = source.replace(".__dict__", "")  # how Dynamo reads a module that overrides getattr
+    # How Dynamo reads a module whose class overrides __getattr__ (peft's do).
+    source = re.sub(r"\.__dict__\[['\"](_(?:modules|parameters|buffers))['\"]\]", r".\1", source)
     path = re.sub(r"^[LG]\[['\"]\w+['\"]\]\.?", "", source)
     path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)

@@ -95,3 +95,64 @@ def test_largest_batch_is_the_last_that_fits(benchmark, fits):
     batch, _ = largest.search(peak_at, 1000 + 10 * 272, step=16)
     assert batch == fits // 16 * 16
     assert len(tried) < 60
+
+
+def _cell(folder, task, recipe, seed, score, metric="accuracy", **raw):
+    data = {"task": task, "recipe": recipe, "seed": seed, "metric": metric, "score": score}
+    data |= {"held_bytes": 1_000_000, "strategies": {}, "reasons": {}, "losses": [], **raw}
+    path = folder / "cells" / task / f"{recipe}.{seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data))
+
+
+def test_fidelity_cell_is_trained_once_and_resumed(benchmark, tmp_path, capsys):
+    fidelity = benchmark("fidelity")
+    fidelity.cells("digits", "fast+lqs", "0,1", out=tmp_path, quick=True)
+    path = fidelity.cell_path(tmp_path, "digits", "fast+lqs", 1)
+    cell = json.loads(path.read_text())
+    assert 0 <= cell["score"] <= 1
+    assert len(cell["losses"]) == cell["steps"] == 8
+    assert cell["strategies"]["blocks.0.mlp.fc2"] in ("hla8", "int4", "int8")
+    assert "LQS" in cell["reasons"]["blocks.0.mlp.fc2"]
+    assert (tmp_path / "profiles" / "digits.fast+lqs.json").exists()
+    written = path.stat().st_mtime_ns
+    fidelity.run(tasks="digits", recipes="fast+lqs", seeds=2, quick=True, out=tmp_path)
+    assert path.stat().st_mtime_ns == written
+
+
+def test_fidelity_report(benchmark, tmp_path):
+    report = benchmark("fidelity_report")
+    for seed, (exact, hot) in enumerate([(0.90, 0.891), (0.80, 0.80)]):
+        _cell(tmp_path, "digits", "exact", seed, exact)
+        _cell(tmp_path, "digits", "hot", seed, hot)
+        _cell(tmp_path, "char-gpt", "exact", seed, 2 * exact, "loss")
+        _cell(tmp_path, "char-gpt", "hot", seed, 2 * hot, "loss")
+        _cell(tmp_path, "glyph-scratch", "exact", seed, exact)
+        _cell(tmp_path, "glyph-scratch", "paper, r=4", seed, hot)
+        _cell(tmp_path, "lora", "LoRA both", seed, hot)
+    cells = report.Cells.load(tmp_path)
+    assert cells.relative("digits", "hot") == pytest.approx([-0.01, 0])
+    assert cells.relative("char-gpt", "hot") == pytest.approx([0.01, 0])  # a lower loss is better
+    document = tmp_path / "docs" / "fidelity.md"
+    document.parent.mkdir()
+    document.write_text("Before.\n<!-- table relative -->\nold\n<!-- end -->\nAfter.\n")
+    lines = report.write_report(tmp_path, document, ("exact", "hot"))
+    text = document.read_text()
+    assert text.startswith("Before.")
+    assert text.endswith("After.\n")
+    assert "old" not in text
+    assert "| hot | 0.50 ± 0.71 | -0.50 ± 0.71 |  |  |" in text
+    assert any("| 4 | 84.55 ± 6.43 |" in line for line in lines)
+    assert any("| yes | yes | 84.55 ± 6.43 |" in line for line in lines)
+    assert (tmp_path / "docs" / "fidelity.png").stat().st_size > 1000
+    assert len(json.loads((tmp_path / "docs" / "benchmarks" / "fidelity.json").read_text())["rows"])
+
+
+def test_outlier_pictures(benchmark, tmp_path, capsys):
+    picture = tmp_path / "outliers.png"
+    seen = benchmark("outliers").main(task="digits", quick=True, out=picture)
+    friendly, unfriendly = seen.friendliest()
+    assert friendly != unfriendly
+    assert set(seen.found) > {"blocks.0.attn.qkv", "blocks.0.mlp.fc2"}
+    assert picture.stat().st_size > 1000
+    assert f"| {friendly} |" in capsys.readouterr().out
