@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .config import HotConfig, Strategy
     from .inspect import Explanation, explain
     from .passes.profile import Profile
+    from .schedule import load_state_dict, set_step, state_dict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,9 +25,15 @@ __all__ = [
     "calibrate",
     "explain",
     "memory_report",
+    "load_state_dict",
+    "set_step",
+    "state_dict",
 ]
 
 _HOMES = {
+    "load_state_dict": "schedule",
+    "set_step": "schedule",
+    "state_dict": "schedule",
     "calibrate": "calibration",
     "Profile": "passes.profile",
     "explain": "inspect",

@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from .calibration import Collector
-from .config import HotConfig
+from .config import HotConfig, Strategy
 from .errors import CalibrationError, ProfileFormatError
 from .passes.graph import module_path
 from .passes.profile import Profile
@@ -54,6 +55,17 @@ def saved_profile(path: Path, digest: str) -> Profile | None:
         return None
     profile = Profile.load(path)
     return profile if digest in profile.graphs else None
+
+
+def cautious(config: HotConfig) -> HotConfig:
+    """The configuration for steps before anything is measured: no HLA on trust.
+
+    A recipe without a budget (``paper``) takes its strategies whatever they measure, also then.
+    """
+    if config.error_budget is None:
+        return config
+    safe = tuple(s for s in config.strategies if s is not Strategy.HLA8)
+    return dataclasses.replace(config, strategies=safe or (Strategy.INT8,))
 
 
 class Observing:

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .auto import Observing, graph_digest, keep_in, profile_path, saved_profile, twin
+from .auto import Observing, cautious, graph_digest, keep_in, profile_path, saved_profile, twin
 from .calibration import Collector
 from .config import HotConfig, split_options
 from .errors import PassDisabledError
@@ -26,6 +26,7 @@ from .passes.observe import Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
 from .runtime.providers import runtime_version
+from .schedule import Scheduled
 
 _DISABLING = "use_joint_graph_passes"
 
@@ -70,7 +71,9 @@ def hot(
     if config.lqs == "auto" and observer is None:
         return _auto(graph, config)
     profile = Profile.load(config.profile) if config.profile else None
-    return graph.compile(config, profile, observer)
+    if observer is not None:
+        return graph.compile(config, profile, observer)
+    return graph.finished(config, profile)
 
 
 hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
@@ -110,6 +113,16 @@ class _Graph:
         patches["custom_partitioner_fn"] = Partitioner(context, joint, inner)
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
 
+    def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
+        """The graph for good: compiled once, or once for every width of a schedule."""
+        if not config.schedule:
+            return self.compile(config, profile)
+        compiled = {}
+        for bits in {phase.gx_bits for phase in config.schedule}:
+            own = dataclasses.replace(config, schedule=(), gx_bits=bits)
+            compiled[bits] = dataclasses.replace(self, gm=twin(self.gm)).compile(own, profile)
+        return Scheduled(config.schedule, compiled)
+
 
 def _auto(graph: _Graph, config: HotConfig) -> Callable[..., Any]:
     """The final code if this graph was observed before, else code that observes it first."""
@@ -117,11 +130,13 @@ def _auto(graph: _Graph, config: HotConfig) -> Callable[..., Any]:
     path = profile_path(config, digest)
     profile = saved_profile(path, digest)
     if profile is not None:
-        return graph.compile(config, profile)
+        return graph.finished(config, profile)
     collector = Collector(config.rank)
     other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
     observed = other.compile(config, observer=collector)
-    return Observing(graph.compile(config), observed, collector, config, keep_in(path, digest))
+    return Observing(
+        graph.finished(cautious(config)), observed, collector, config, keep_in(path, digest)
+    )
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -65,6 +66,15 @@ class Memory(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training with its own widths."""
+
+    until_step: int | None
+    """The first optimizer step that is not part of it; None: to the end."""
+    gx_bits: int
 
 
 def _strategies(names: str) -> tuple[Strategy, ...]:
@@ -132,6 +142,9 @@ class HotConfig:
     error_budget: float | None = 0.2
     """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
     None: the recipe's strategies are taken whatever they measured (``paper``)."""
+    schedule: tuple[Phase, ...] = ()
+    """Widths that change with the optimizer's steps: ``[{"until_step": 5000, "gx_bits": 8},
+    {"gx_bits": 4}]``; each is compiled at once, none again."""
     dump: str | None = None
     """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
 
@@ -271,6 +284,27 @@ def _count(least: int) -> Any:
     return parse
 
 
+def _schedule(name: str, value: object) -> tuple[Phase, ...]:
+    expected = (
+        'a list such as [{"until_step": 5000, "gx_bits": 8}, {"gx_bits": 4}]: rising until_step, '
+        "none in the last"
+    )
+    if not isinstance(value, (list, tuple)) or not value:
+        raise OptionError.value(name, value, expected)
+    phases = []
+    for place, entry in enumerate(value):
+        last = place == len(value) - 1
+        keys = {"gx_bits"} if last else {"until_step", "gx_bits"}
+        if not isinstance(entry, Mapping) or set(entry) != keys or entry["gx_bits"] not in (4, 8):
+            raise OptionError.value(name, value, expected)
+        phases.append(Phase(entry.get("until_step"), entry["gx_bits"]))
+    ends = [0, *(phase.until_step for phase in phases[:-1])]
+    whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+    if not whole or any(a >= b for a, b in itertools.pairwise(ends)):  # type: ignore[operator]
+        raise OptionError.value(name, value, expected)
+    return tuple(phases)
+
+
 def _budget(name: str, value: object) -> float | None:
     if value is None:
         return None
@@ -338,5 +372,6 @@ _PARSERS: dict[str, Any] = {
     "lqs_warm_up": _count(0),
     "lqs_batches": _count(1),
     "error_budget": _budget,
+    "schedule": _schedule,
     "dump": _path,
 }

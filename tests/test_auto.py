@@ -63,6 +63,12 @@ def test_observes_then_recompiles_once_with_its_choice(tmp_path):
     assert [sorted({str(d.strategy) for d in plan}) for plan in plans] == [["int8"]]
 
 
+def test_no_hla_before_it_is_measured(tmp_path):
+    options = {"recipe": "fast", "profile": tmp_path / "p.json", "error_budget": 1.5}
+    _, plans = train(net(), 12, options)
+    assert [sorted({str(d.strategy) for d in plan}) for plan in plans] == [[], ["int4"], ["hla8"]]
+
+
 def test_without_a_path_the_profile_is_kept_in_the_users_cache(tmp_path):
     train(net(), 8, {})
     (kept,) = (tmp_path / "cache" / "hot_compile" / "profiles").iterdir()
