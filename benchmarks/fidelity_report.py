@@ -180,9 +180,9 @@ def plot(cells: Cells, recipes: Iterable[str], path: Path) -> None:
             values = [100 * v for v in cells.relative(task, recipe)]
             axis.plot(values, [y] * len(values), "o", alpha=0.7)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(title=task, xscale="symlog", xlabel="% against exact")
+        axis.set_xscale("symlog", linthresh=1)
+        axis.set(title=task, xlabel="% against exact", xlim=(-80, 8))
         axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
         axis.grid(alpha=0.3)
     axes[0][0].invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,8 @@ def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]
     plot(cells, recipes, picture)
     figures = document.parent / "benchmarks" / "fidelity.json"
     figures.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{k: v for k, v in c.raw.items() if k not in ("losses", "reasons")} for c in cells.all()]
+    left_out = ("losses", "reasons", "strategies")
+    rows = [{k: v for k, v in c.raw.items() if k not in left_out} for c in cells.all()]
     figures.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return [f"{len(rows)} cells: {document}, {picture}, {figures}", *tables.values()]
 
