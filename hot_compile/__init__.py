@@ -24,8 +24,8 @@ __all__ = [
     "Strategy",
     "calibrate",
     "explain",
-    "memory_report",
     "load_state_dict",
+    "memory_report",
     "set_step",
     "state_dict",
 ]
