@@ -74,7 +74,9 @@ def _mean_spread(values: list[float], scale: float = 1.0, digits: int = 2) -> st
     if not values:
         return ""
     mean = statistics.fmean(values) * scale
-    spread = statistics.stdev(values) * scale if len(values) > 1 else float("nan")
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    spread = statistics.stdev(values) * scale
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
