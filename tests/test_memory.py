@@ -80,6 +80,19 @@ def test_report_predicts_what_is_measured(tmp_path):
     assert "exact+recompute" in str(report)
 
 
+def test_report_of_a_vision_transformer():
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=10)
+    report = memory_report(model, torch.randn(8, 3, 224, 224))
+    exact, recompute, hot = (report.measured[k] for k in ("exact", "exact+recompute", "hot"))
+    ours = hot.held - hot.copies
+    assert report.predicted_held_bytes == pytest.approx(ours, rel=0.05)
+    assert ours < 0.25 * (exact.held - exact.copies)
+    assert ours < 0.4 * (recompute.held - recompute.copies)
+    assert hot.held < 0.4 * exact.held
+
+
 def test_report_wants_a_scalar_it_can_make():
     class Nothing(nn.Linear):
         def forward(self, x):
