@@ -88,13 +88,20 @@ class Trial:
                 loss = trainer.step()
             self.loss, self.peak = loss.item(), torch.cuda.max_memory_allocated()
             return self.peak
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _ran_out(error):
+                raise
             return None
         finally:
             trainer = loss = None  # type: ignore[assignment]
             gc.collect()
             torch._dynamo.reset()
             torch.cuda.empty_cache()
+
+
+def _ran_out(error: RuntimeError) -> bool:
+    """Memory ran out, in torch or inside an operator, whose stable ABI loses the error's class."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "aten::new_empty" in str(error)
 
 
 def main(

@@ -148,7 +148,11 @@ class Explanation:
         console = Console(width=140, record=False)
         with console.capture() as capture:
             console.print(self.table())
-            console.print(f"held between forward and backward: {megabytes(self.held_bytes)}")
+            before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
+            console.print(
+                f"held between forward and backward: {megabytes(self.held_bytes)} "
+                f"({megabytes(before)} uncompressed)"
+            )
         return capture.get()
 
 
