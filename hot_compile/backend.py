@@ -110,7 +110,10 @@ class _Graph:
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
         inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
-        patches["custom_partitioner_fn"] = Partitioner(context, joint, inner)
+        partitioner = Partitioner(context, joint, inner)
+        if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
+            patches["force_disable_caches"] = True
+        patches["custom_partitioner_fn"] = partitioner
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:

@@ -302,3 +302,35 @@ assert "no runtime for cpu" in e.plan["0"].reason
     )
     assert done.returncode == 0, done.stderr
     assert "stays exact" in done.stderr
+
+
+def test_a_partitioner_without_uuid_is_never_cached(monkeypatch):
+    from torch._functorch.partitioners import default_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    import hot_compile.backend as backend
+
+    class Mine(CustomPartitionerFn):
+        calls = 0
+
+        def __call__(self, gm, joint_inputs, **kwargs):
+            Mine.calls += 1
+            kwargs.pop("compiler", None)
+            return default_partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self):
+            return None
+
+    seen, compile_fx = [], backend.compile_fx
+
+    def spy(*args, config_patches, **kwargs):
+        seen.append(config_patches)
+        return compile_fx(*args, config_patches=config_patches, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_fx", spy)
+    layer = nn.Linear(64, 64)
+    options = {"custom_partitioner_fn": Mine(), "min_gain": 0}
+    torch.compile(layer, backend="hot", options=options)(torch.randn(32, 64)).sum().backward()
+    assert Mine.calls == 1
+    assert seen[0]["force_disable_caches"] is True
+    assert layer.weight.grad is not None
