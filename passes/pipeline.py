@@ -119,12 +119,14 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the joint graph, then shorten and record what came of it."""
-        partition: Callable = self._inner or min_cut_rematerialization_partition
-        with self._recomputation():
-            forward, backward = partition(gm, joint_inputs, **kwargs)
-        shorten(backward.graph)
-        kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        """Split the joint graph, store what crosses by plan, and record what came of it."""
+        forward, backward = self._split(gm, joint_inputs, kwargs)
+        try:
+            kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        except Exception:
+            log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
+            forward, backward = self._split(gm, joint_inputs, kwargs)  # the graphs half changed
+            kept = ()
         forward.recompile()
         backward.recompile()
         recorder = self._context.recorder
@@ -133,19 +135,22 @@ class Partitioner(CustomPartitionerFn):
         recorder.finished(self._joint.plan, kept)
         return forward, backward
 
+    def _split(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition: Callable = self._inner or min_cut_rematerialization_partition
+        with self._recomputation():
+            forward, backward = partition(gm, joint_inputs, **kwargs)
+        shorten(backward.graph)
+        return forward, backward
+
     def _compress(
         self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int
     ) -> tuple[Crossing, ...]:
         """Store what crosses by plan, if the graph has layers at all."""
         config, inputs = self._context.config, self._context.inputs
-        try:
-            found = crossers(
-                forward, backward, num_fwd_outputs, inputs, smallest=config.memory_min_bytes
-            )
-            chosen = plan_storage(found, config) if self._joint.plan is not None else {}
-        except Exception:
-            log.warning("hot: what crosses could not be read; it stays exact", exc_info=True)
-            return ()
+        found = crossers(forward, backward, num_fwd_outputs, inputs, config.memory_min_bytes)
+        chosen = plan_storage(found, config) if self._joint.plan is not None else {}
         return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
