@@ -89,39 +89,29 @@ def exact(t: Operands, tokens: int) -> None:
     _ = t.grad_output @ t.weight, t.grad_output.t() @ t.x
 
 
-def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> None:
-    weight_q, weight_scale, _ = hot.quantize_columns(t.weight, 16, 1, 4, True, False)
+def _both(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> None:
+    """Everything that the backward does with x as the forward ``stored`` it."""
+    row_q, row_scale, col_q, fold, peak, equal = hot.quantize_shared(t.grad_output, rank, tokens)
+    weight_q, weight_scale = hot.quantize_weight(t.weight, equal, False)
     hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
-
-
-def _eight_bits(t: Operands, rank: int, tokens: int) -> None:
-    x_q, x_scale, _ = hot.quantize_columns(t.x, rank, tokens, 8, True, False)
-    row_q, row_scale, col_q, col_scale, _ = hot.quantize_grad(
-        t.grad_output, 4, True, rank, tokens, True
-    )
-    _grad_x(t, row_q, row_scale)
-    hot.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, t.x.dtype)
+    rescale = hot.rescale_int4 if len(stored) == 3 else hot.rescale_int8
+    x_q, x_scale = rescale(*stored, fold, peak)
+    hot.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, t.x.dtype)
 
 
 def hla8(t: Operands, tokens: int) -> None:
     """g_w from the low-pass half of the rows, 8 bits."""
-    _eight_bits(t, 8, tokens)
+    _both(t, 8, tokens, hot.compress_int8(t.x, 8, tokens))
 
 
 def int8(t: Operands, tokens: int) -> None:
     """g_w of full rank, x stored in 8 bits."""
-    _eight_bits(t, 0, 1)
+    _both(t, 0, 1, hot.compress_int8(t.x, 0, 1))
 
 
 def int4(t: Operands, tokens: int) -> None:
     """g_w of full rank, x stored in 4 bits."""
-    packed, scale, minimum = hot.compress_int4(t.x)
-    row_q, row_scale, col_q, col_scale, total = hot.quantize_grad(
-        t.grad_output, 4, True, 0, 1, True
-    )
-    _grad_x(t, row_q, row_scale)
-    x_q, x_scale, zero = hot.expand_int4(packed, scale, minimum)
-    hot.scaled_int_mm(col_q, x_q, col_scale, x_scale, total, zero, t.x.dtype)
+    _both(t, 0, 1, hot.compress_int4(t.x))
 
 
 METHODS: dict[str, Callable[[Operands, int], None]] = {

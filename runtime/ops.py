@@ -23,6 +23,10 @@ CONTRACT_ALIGN = 32
 """A contracted dimension is zero-padded to this many elements (16 bytes when packed INT4)."""
 INT4_GROUP = 128
 """Rows that share one scale and minimum in packed INT4 storage."""
+UNITS_PER_TILE = 8
+"""Units of 16 rows that share one scale in INT8 storage, and one bound in ``rescale_int*``."""
+SHARED_RANKS = (0, 8)
+"""HLA ranks that ``quantize_shared`` and ``compress_int8`` have kernels for."""
 
 SCHEMAS = {
     "quantize_rows": (
@@ -39,6 +43,21 @@ SCHEMAS = {
     "compress_int4": "(Tensor x) -> (Tensor packed, Tensor scale, Tensor minimum)",
     "expand_int4": (
         "(Tensor packed, Tensor scale, Tensor minimum) -> (Tensor q, Tensor scale, Tensor zero)"
+    ),
+    "quantize_shared": (
+        "(Tensor grad_output, int rank, SymInt tokens) -> (Tensor row_q, Tensor row_scale,"
+        " Tensor col_q, Tensor fold, Tensor peak, Tensor equal)"
+    ),
+    "quantize_weight": (
+        "(Tensor weight, Tensor equal, bool inputs_first) -> (Tensor q, Tensor scale)"
+    ),
+    "compress_int8": "(Tensor x, int rank, SymInt tokens) -> (Tensor q, Tensor scale)",
+    "rescale_int4": (
+        "(Tensor packed, Tensor scale, Tensor minimum, Tensor fold, Tensor peak)"
+        " -> (Tensor q, Tensor scale)"
+    ),
+    "rescale_int8": (
+        "(Tensor stored, Tensor scale, Tensor fold, Tensor peak) -> (Tensor q, Tensor scale)"
     ),
     "scaled_int_mm": (
         "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? row_term, Tensor? col_term,"
@@ -77,6 +96,11 @@ def contracted_rows(rows: int, rank: int, tokens: int) -> int:
     samples = rows // tokens
     blocks = (samples + HADAMARD_ORDER - 1) // HADAMARD_ORDER * tokens
     return round_up(rank * blocks, CONTRACT_ALIGN)
+
+
+def unit_rows(rank: int) -> int:
+    """Contracted rows that one unit of 16 rows becomes, for the ranks in ``SHARED_RANKS``."""
+    return rank or HADAMARD_ORDER
 
 
 @torch.library.register_fake("hot::quantize_rows")
@@ -129,6 +153,65 @@ def _(packed: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, T
         packed.new_empty((cols, half * 2), dtype=torch.int8),
         packed.new_empty((cols,), dtype=torch.float32),
         packed.new_empty((cols,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("hot::quantize_shared")
+def _(
+    grad_output: Tensor, rank: int, tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = grad_output.shape
+    contracted = contracted_rows(rows, rank, tokens)
+
+    def floats(length: int) -> Tensor:
+        return grad_output.new_empty((length,), dtype=torch.float32)
+
+    return (
+        grad_output.new_empty((rows, round_up(cols, CONTRACT_ALIGN)), dtype=torch.int8),
+        floats(rows),
+        grad_output.new_empty((cols, contracted), dtype=torch.int8),
+        floats(contracted),
+        floats(contracted // unit_rows(rank)),
+        floats(cols),
+    )
+
+
+@torch.library.register_fake("hot::quantize_weight")
+def _(weight: Tensor, equal: Tensor, inputs_first: bool) -> tuple[Tensor, Tensor]:
+    outputs, inputs = reversed(weight.shape) if inputs_first else weight.shape
+    return (
+        weight.new_empty((inputs, round_up(outputs, CONTRACT_ALIGN)), dtype=torch.int8),
+        weight.new_empty((inputs,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("hot::compress_int8")
+def _(x: Tensor, rank: int, tokens: int) -> tuple[Tensor, Tensor]:
+    rows, cols = x.shape
+    contracted = contracted_rows(rows, rank, tokens)
+    tile = unit_rows(rank) * UNITS_PER_TILE
+    return (
+        x.new_empty((cols, contracted), dtype=torch.int8),
+        x.new_empty((cols, (contracted + tile - 1) // tile), dtype=torch.bfloat16),
+    )
+
+
+@torch.library.register_fake("hot::rescale_int4")
+def _(
+    packed: Tensor, scale: Tensor, minimum: Tensor, fold: Tensor, peak: Tensor
+) -> tuple[Tensor, Tensor]:
+    cols, half = packed.shape
+    return (
+        packed.new_empty((cols, half * 2), dtype=torch.int8),
+        packed.new_empty((cols,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("hot::rescale_int8")
+def _(stored: Tensor, scale: Tensor, fold: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        stored.new_empty(stored.shape),
+        stored.new_empty((stored.shape[0],), dtype=torch.float32),
     )
 
 

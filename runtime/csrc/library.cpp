@@ -68,6 +68,42 @@ auto expand_int4_isa(Tensor packed, Tensor scale, Tensor minimum, std::string is
   return cpu::expand_int4(kernels_named(isa), packed, scale, minimum);
 }
 
+auto quantize_shared(Tensor g, int64_t rank, int64_t tokens) {
+  return cpu::quantize_shared(best_kernels(), g, rank, tokens);
+}
+auto quantize_shared_isa(Tensor g, int64_t rank, int64_t tokens, std::string isa) {
+  return cpu::quantize_shared(kernels_named(isa), g, rank, tokens);
+}
+
+auto quantize_weight(Tensor weight, Tensor equal, bool inputs_first) {
+  return cpu::quantize_weight(best_kernels(), weight, equal, inputs_first);
+}
+auto quantize_weight_isa(Tensor weight, Tensor equal, bool inputs_first, std::string isa) {
+  return cpu::quantize_weight(kernels_named(isa), weight, equal, inputs_first);
+}
+
+auto compress_int8(Tensor x, int64_t rank, int64_t tokens) {
+  return cpu::compress_int8(best_kernels(), x, rank, tokens);
+}
+auto compress_int8_isa(Tensor x, int64_t rank, int64_t tokens, std::string isa) {
+  return cpu::compress_int8(kernels_named(isa), x, rank, tokens);
+}
+
+auto rescale_int4(Tensor packed, Tensor scale, Tensor minimum, Tensor fold, Tensor peak) {
+  return cpu::rescale(best_kernels(), packed, scale, &minimum, fold, peak);
+}
+auto rescale_int4_isa(Tensor packed, Tensor scale, Tensor minimum, Tensor fold, Tensor peak,
+                      std::string isa) {
+  return cpu::rescale(kernels_named(isa), packed, scale, &minimum, fold, peak);
+}
+
+auto rescale_int8(Tensor stored, Tensor scale, Tensor fold, Tensor peak) {
+  return cpu::rescale(best_kernels(), stored, scale, nullptr, fold, peak);
+}
+auto rescale_int8_isa(Tensor stored, Tensor scale, Tensor fold, Tensor peak, std::string isa) {
+  return cpu::rescale(kernels_named(isa), stored, scale, nullptr, fold, peak);
+}
+
 Tensor scaled_int_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale,
                      std::optional<Tensor> row_term, std::optional<Tensor> col_term,
                      ScalarType out_dtype) {
@@ -154,6 +190,11 @@ STABLE_TORCH_LIBRARY_IMPL(hot, CPU, m) {
   m.impl("quantize_grad", TORCH_BOX(&hot::quantize_grad));
   m.impl("compress_int4", TORCH_BOX(&hot::compress_int4));
   m.impl("expand_int4", TORCH_BOX(&hot::expand_int4));
+  m.impl("quantize_shared", TORCH_BOX(&hot::quantize_shared));
+  m.impl("quantize_weight", TORCH_BOX(&hot::quantize_weight));
+  m.impl("compress_int8", TORCH_BOX(&hot::compress_int8));
+  m.impl("rescale_int4", TORCH_BOX(&hot::rescale_int4));
+  m.impl("rescale_int8", TORCH_BOX(&hot::rescale_int8));
   m.impl("scaled_int_mm", TORCH_BOX(&hot::scaled_int_mm));
   m.impl("conv_grad_weight", TORCH_BOX(&hot::conv_grad_weight));
   m.impl("conv_grad_input", TORCH_BOX(&hot::conv_grad_input));
@@ -165,6 +206,11 @@ STABLE_TORCH_LIBRARY_IMPL(hot_isa, CPU, m) {
   m.impl("quantize_grad", TORCH_BOX(&hot::quantize_grad_isa));
   m.impl("compress_int4", TORCH_BOX(&hot::compress_int4_isa));
   m.impl("expand_int4", TORCH_BOX(&hot::expand_int4_isa));
+  m.impl("quantize_shared", TORCH_BOX(&hot::quantize_shared_isa));
+  m.impl("quantize_weight", TORCH_BOX(&hot::quantize_weight_isa));
+  m.impl("compress_int8", TORCH_BOX(&hot::compress_int8_isa));
+  m.impl("rescale_int4", TORCH_BOX(&hot::rescale_int4_isa));
+  m.impl("rescale_int8", TORCH_BOX(&hot::rescale_int8_isa));
   m.impl("scaled_int_mm", TORCH_BOX(&hot::scaled_int_mm_isa));
   m.impl("conv_grad_weight", TORCH_BOX(&hot::conv_grad_weight_isa));
   m.impl("conv_grad_input", TORCH_BOX(&hot::conv_grad_input_isa));

@@ -6,18 +6,20 @@ import itertools
 
 import pytest
 import torch
+from cuda_samples import DTYPES, SHAPES, check_same, layouts, sample, strange
 from torch import Tensor
 
 from hot_compile.runtime import build, reference
-from hot_compile.runtime.ops import SCHEMAS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SHAPES = [(1, 1), (1, 16), (15, 17), (17, 31), (130, 200), (197, 264), (4095, 48), (512, 768)]
+OPERATORS = (
+    *("quantize_rows", "quantize_columns", "quantize_grad", "compress_int4", "expand_int4"),
+    "scaled_int_mm",
+)
 GEMM_SHAPES = [
     *((1, 1, 32), (15, 17, 64), (17, 1000, 96), (197, 264, 160), (1000, 15, 4096), (1, 4096, 128)),
     *((512, 768, 2304), (129, 257, 12608), (3072, 768, 12608), (2048, 4096, 2048)),
@@ -36,32 +38,6 @@ def _poison():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def sample(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """Gaussian with rows and columns of very different size, on the CPU."""
-    x = torch.randn(rows, cols)
-    x *= torch.exp2(torch.randint(-6, 7, (rows, 1)).float())
-    x *= torch.exp2(torch.randint(-3, 4, (1, cols)).float())
-    return x.to(dtype)
-
-
-def check_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    assert len(got) == len(want)
-    for n, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        mine = mine.cpu()
-        assert mine.dtype == theirs.dtype
-        assert mine.shape == theirs.shape
-        assert mine.is_contiguous()
-        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-        assert same.all(), (
-            f"output {n}: {(~same).sum()} of {same.numel()} differ: {_first(same, mine, theirs)}"
-        )
-
-
-def _first(same: Tensor, mine: Tensor, theirs: Tensor) -> str:
-    at = tuple((~same).nonzero()[0].tolist())
-    return f"at {at} got {mine[at].item()}, expected {theirs[at].item()}"
 
 
 def check(name: str, x: Tensor, *args: object) -> None:
@@ -121,25 +97,6 @@ def test_int4_storage(shape, dtype):
     check_same(got, reference.expand_int4(*stored))
 
 
-def strange(kind: str, dtype: torch.dtype) -> Tensor:
-    """Rows and columns of one odd sort of number amid ordinary ones."""
-    x = sample(70, 96, dtype)
-    value = {
-        "nan": float("nan"),
-        "inf": float("inf"),
-        "-inf": float("-inf"),
-        "zero": 0.0,
-        "largest": torch.finfo(dtype).max,
-        "smallest": torch.finfo(dtype).tiny,
-        "subnormal": torch.finfo(dtype).tiny / 4,
-        "constant": 3.0,
-        "power": 2.0**-7,
-    }[kind]
-    x[3], x[:, 5] = value, value
-    x[40:, 20:40] = value
-    return x
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "kind",
@@ -165,20 +122,6 @@ def test_scale_at_the_ends_of_the_range(exponent):
     x[:, ::3] *= 2.0**-20
     check("quantize_grad", x, 4, True, 8, 1, True)
     check("quantize_columns", x, 16, 1, 8, True, False)
-
-
-def layouts(x: Tensor) -> dict[str, Tensor]:
-    """``x`` on the device in memory layouts that a kernel might stumble over."""
-    rows, cols = x.shape
-    room = torch.randn(rows + 2, cols + 24, device="cuda").to(x.dtype)
-    inside, off = room[1:-1, 8:-16], room[1:-1, 3 : cols + 3]
-    flat = torch.zeros(rows * cols + 1, device="cuda", dtype=x.dtype)[1:].view(rows, cols)
-    turned = torch.empty(cols, rows, device="cuda", dtype=x.dtype).t()
-    wide = torch.empty(rows, 2 * cols, device="cuda", dtype=x.dtype)[:, ::2]
-    for view in (inside, off, flat, turned, wide):
-        view.copy_(x)
-    names = ("row stride", "misaligned rows", "misaligned", "transposed", "column stride")
-    return dict(zip(names, (inside, off, flat, turned, wide), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -346,7 +289,7 @@ def test_runs_on_the_current_stream():
     check_equal(got, want)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in SCHEMAS if not n.startswith("conv_")))
+@pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name):
     x = torch.randn(100, 72, device="cuda", dtype=torch.bfloat16)
     stored = torch.ops.hot.compress_int4(x)

@@ -91,7 +91,8 @@ inline int rows_ahead(int columns) {
 }
 
 template <class T>
-void gather_plain(const Matrix& x, const ColumnTask& task, float* values, uint32_t* absmax) {
+void gather_plain(const Matrix& x, const float* row_factor, const ColumnTask& task, float* values,
+                  uint32_t* absmax) {
   const T* row = static_cast<const T*>(x.data) + task.unit * x.cols + task.column;
   const int lanes = lanes_of(task);
   const int64_t ahead = rows_ahead<T>(task.width);
@@ -101,6 +102,7 @@ void gather_plain(const Matrix& x, const ColumnTask& task, float* values, uint32
     if (u + ahead < task.units) prefetch_rows(row + ahead * x.cols, 0, 1, task.width);
     for (int c = 0; c < task.width; c += kLanes) {
       F y = load_up_to(row + c, task.width - c);
+      if (row_factor) y = mul(y, set(row_factor[task.unit + u]));
       top[c / kLanes] = max_int(top[c / kLanes], magnitude(y));
       store(values + c, y);
     }
@@ -112,7 +114,7 @@ void gather_columns(const Matrix& x, const Grouping& g, const ColumnTask& task, 
                     uint32_t* absmax) {
   with_type(x.type, [&](auto t) {
     using T = decltype(t);
-    if (g.rank == 0) return gather_plain<T>(x, task, values, absmax);
+    if (g.rank == 0) return gather_plain<T>(x, g.row_factor, task, values, absmax);
     gather_transformed<T>(x, g, task, values, absmax);
   });
   int64_t rows = task.units * rows_per_unit(g);

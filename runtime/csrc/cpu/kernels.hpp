@@ -22,6 +22,7 @@ constexpr int kTile = 64;           // K-elements of one column written together
 constexpr int kStrip = 64;          // widest strip of columns one task works on
 constexpr int kContractAlign = 32;  // ops.CONTRACT_ALIGN
 constexpr int kInt4Group = 128;     // ops.INT4_GROUP
+constexpr int kUnitsPerTile = 8;    // ops.UNITS_PER_TILE
 
 /// A contiguous float matrix.
 struct Matrix {
@@ -48,6 +49,7 @@ struct Grouping {
   int rank;
   uint32_t kept;  // bit i: coefficient i of H16 is kept
   int64_t tokens, samples, units;
+  const float* row_factor = nullptr;  // multiplies each row, rank 0 only
 };
 
 // static: an inline function with external linkage could be linked from another ISA's object
@@ -82,6 +84,40 @@ struct Int4Storage {
 struct Int8Columns {
   int8_t* q;
   float *scale, *zero;
+};
+
+/// Both forms of quantize_shared: units of 16 rows, each giving `unit_rows` contracted rows (16:
+/// the rows themselves; 8: what HLA keeps).
+struct SharedForms {
+  Matrix g;
+  int64_t tokens, samples, unit_rows;
+  const float* lift;  // per column, padded with zeros to whole vectors
+  int8_t* row_q;      // [rows, padded_cols]
+  int64_t padded_cols;
+  int8_t* col_q;  // [cols, k]
+  int64_t k;
+
+  /// Rows that unit has: every `tokens`-th from first_row() on.
+  int valid_rows(int64_t unit) const {
+    int64_t left = samples - unit / tokens * kLanes;
+    return static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
+  }
+  int64_t first_row(int64_t unit) const { return unit / tokens * kLanes * tokens + unit % tokens; }
+};
+
+/// Reciprocals of one unit: of each row, and of what HLA keeps.
+struct UnitReciprocals {
+  float row[kLanes], kept;
+};
+
+/// rescale_int4 (minimum not null) or rescale_int8: storage [columns, k or k / 2 bytes].
+struct Rescaling {
+  const uint8_t* stored;
+  const uint16_t *scale, *minimum;
+  const float *fold, *tile_peak;  // [k], [tiles]
+  int64_t k, tiles, tile;
+  int8_t* q;      // [columns, k]
+  float* column;  // scale [columns]
 };
 
 /// Dequantisation of int32 sums [rows, n]; terms may be null together.
@@ -148,6 +184,15 @@ struct Kernels {
                         const Int4Storage&);
   /// Expands columns [begin, end).
   void (*expand_int4)(const Int4Storage&, int64_t begin, int64_t end, const Int8Columns&);
+  /// Bits of the absmax of a unit's lifted rows into absmax[16].
+  void (*shared_absmax)(const SharedForms&, int64_t unit, uint32_t* absmax);
+  /// Quantises the units that fill 64 contracted rows from `unit` on, some perhaps past the last.
+  void (*shared_quantize)(const SharedForms&, int64_t unit, const UnitReciprocals*);
+  /// Quantises rows [begin, end) times `factor` per column to 8 bits, to nearest.
+  void (*quantize_scaled_rows)(const Matrix&, const float* factor, int64_t begin, int64_t end,
+                               float* buffer, const RowOutput&);
+  /// Rescales columns [begin, end).
+  void (*rescale)(const Rescaling&, int64_t begin, int64_t end);
   /// Dequantises rows [begin, end).
   void (*epilogue)(const Epilogue&, int64_t begin, int64_t end);
   /// Exact product of rows [begin, end), for machines whose library product saturates.

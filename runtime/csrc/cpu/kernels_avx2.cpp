@@ -6,6 +6,7 @@
 #include "rows.inl"
 #include "columns.inl"
 #include "int4.inl"
+#include "shared.inl"
 #include "product.inl"
 #include "conv.inl"
 // clang-format on
@@ -20,6 +21,10 @@ extern const Kernels kAvx2 = {
     avx2::emit_columns,
     avx2::compress_int4,
     avx2::expand_int4,
+    avx2::shared_absmax,
+    avx2::shared_quantize,
+    avx2::quantize_scaled_rows,
+    avx2::rescale,
     avx2::epilogue,
     avx2::int_product,
     avx2::fold,

@@ -6,6 +6,7 @@
 #include "rows.inl"
 #include "columns.inl"
 #include "int4.inl"
+#include "shared.inl"
 #include "product.inl"
 #include "conv.inl"
 // clang-format on
@@ -20,6 +21,10 @@ extern const Kernels kAvx512 = {
     avx512::emit_columns,
     avx512::compress_int4,
     avx512::expand_int4,
+    avx512::shared_absmax,
+    avx512::shared_quantize,
+    avx512::quantize_scaled_rows,
+    avx512::rescale,
     avx512::epilogue,
     avx512::int_product,
     avx512::fold,

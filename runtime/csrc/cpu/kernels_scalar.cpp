@@ -6,6 +6,7 @@
 #include "rows.inl"
 #include "columns.inl"
 #include "int4.inl"
+#include "shared.inl"
 #include "product.inl"
 #include "conv.inl"
 // clang-format on
@@ -20,6 +21,10 @@ extern const Kernels kScalar = {
     scalar::emit_columns,
     scalar::compress_int4,
     scalar::expand_int4,
+    scalar::shared_absmax,
+    scalar::shared_quantize,
+    scalar::quantize_scaled_rows,
+    scalar::rescale,
     scalar::epilogue,
     scalar::int_product,
     scalar::fold,

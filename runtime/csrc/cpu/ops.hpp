@@ -17,6 +17,15 @@ std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels&, const Tensor
 std::tuple<Tensor, Tensor, Tensor> compress_int4(const Kernels&, const Tensor& x);
 std::tuple<Tensor, Tensor, Tensor> expand_int4(const Kernels&, const Tensor& packed,
                                                const Tensor& scale, const Tensor& minimum);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_shared(
+    const Kernels&, const Tensor& grad_output, int64_t rank, int64_t tokens);
+std::tuple<Tensor, Tensor> quantize_weight(const Kernels&, const Tensor& weight,
+                                           const Tensor& equal, bool inputs_first);
+std::tuple<Tensor, Tensor> compress_int8(const Kernels&, const Tensor& x, int64_t rank,
+                                         int64_t tokens);
+/// `minimum` is null for INT8 storage.
+std::tuple<Tensor, Tensor> rescale(const Kernels&, const Tensor& stored, const Tensor& scale,
+                                   const Tensor* minimum, const Tensor& fold, const Tensor& peak);
 Tensor scaled_int_mm(const Kernels&, const Tensor& a, const Tensor& b, const Tensor& a_scale,
                      const Tensor& b_scale, const std::optional<Tensor>& row_term,
                      const std::optional<Tensor>& col_term, ScalarType out_dtype);
@@ -55,6 +64,11 @@ int32_t dtype_of(Float type);
 /// A contiguous fp32 vector of n entries.
 Tensor checked_vector(const Tensor& t, int64_t n, const char* op, const char* name);
 
+/// How the rows of x fall into units for HLA of this rank; checks both.
+Grouping grouping_of(const Matrix& x, int64_t rank, int64_t tokens, const char* op);
+/// quantize_columns of rank 0, 8 bits, to nearest, without totals; row r of x times factor[r].
+std::tuple<Tensor, Tensor> quantize_scaled_columns(const Kernels&, const Matrix& x,
+                                                   const float* factor);
 /// x as a kernel's operand; x must be contiguous and outlive the result.
 Matrix matrix_of(const Tensor& x, const char* op);
 Float float_type(ScalarType type, const char* op, const char* name);

@@ -14,12 +14,6 @@ uint32_t kept_mask(int64_t rank) {
   return mask;
 }
 
-namespace {
-
-constexpr int64_t kCacheBudget = 512 << 10;  // bytes of a gathered strip that stay in L2
-constexpr int64_t kGatherLimit = 8 << 20;    // a strip larger than this is worked on in chunks
-constexpr int64_t kChunkUnits = 64;          // a multiple of 64 rows of K for every rank
-
 Grouping grouping_of(const Matrix& x, int64_t rank, int64_t tokens, const char* op) {
   HOT_CHECK(rank >= 0 && rank <= kLanes, op, "expected rank in 0..16; got ", rank);
   HOT_CHECK(tokens >= 1 && x.rows % tokens == 0, op,
@@ -29,6 +23,12 @@ Grouping grouping_of(const Matrix& x, int64_t rank, int64_t tokens, const char* 
   int64_t units = rank == 0 ? x.rows : ceil_div(samples, kLanes) * tokens;
   return {static_cast<int>(rank), kept_mask(rank), tokens, samples, units};
 }
+
+namespace {
+
+constexpr int64_t kCacheBudget = 512 << 10;  // bytes of a gathered strip that stay in L2
+constexpr int64_t kGatherLimit = 8 << 20;    // a strip larger than this is worked on in chunks
+constexpr int64_t kChunkUnits = 64;          // a multiple of 64 rows of K for every rank
 
 /// One call's operands and results.
 struct Columns {
@@ -156,6 +156,16 @@ int64_t strip_width(const Columns& c, int64_t threads) {
   return fits && c.strips(kLanes) >= threads ? kLanes : 0;
 }
 
+void run(const Columns& c, bool per_column) {
+  if (c.x.rows == 0) {
+    std::fill_n(c.scale, c.x.cols, 0.0f);
+    std::fill_n(c.total, c.x.cols, 0.0f);
+  } else if (c.x.cols > 0) {
+    int64_t width = per_column ? strip_width(c, torch::stable::get_num_threads()) : 0;
+    width ? by_strips(c, width) : by_chunks(c, per_column);
+  }
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels& kernels, const Tensor& input,
@@ -173,14 +183,22 @@ std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels& kernels, cons
   Tensor total = empty_cpu({x.cols}, aoti_torch_dtype_float32());
   Columns c{kernels,           x, groups, rounding, {data<int8_t>(q), k}, data<float>(scale),
             data<float>(total)};
-  if (x.rows == 0) {
-    std::fill_n(c.scale, x.cols, 0.0f);
-    std::fill_n(c.total, x.cols, 0.0f);
-  } else if (x.cols > 0) {
-    int64_t width = per_column ? strip_width(c, torch::stable::get_num_threads()) : 0;
-    width ? by_strips(c, width) : by_chunks(c, per_column);
-  }
+  run(c, per_column);
   return {q, scale, total};
+}
+
+std::tuple<Tensor, Tensor> quantize_scaled_columns(const Kernels& kernels, const Matrix& x,
+                                                   const float* factor) {
+  Grouping groups = grouping_of(x, 0, 1, "quantize_weight");
+  groups.row_factor = factor;
+  const int64_t k = round_up(x.rows, kContractAlign);
+  Tensor q = empty_cpu({x.cols, k}, aoti_torch_dtype_int8());
+  Tensor scale = empty_cpu({x.cols}, aoti_torch_dtype_float32());
+  std::vector<float> total(x.cols);
+  Columns c{kernels,     x, groups, {127, false}, {data<int8_t>(q), k}, data<float>(scale),
+            total.data()};
+  run(c, true);
+  return {q, scale};
 }
 
 }  // namespace hot::cpu

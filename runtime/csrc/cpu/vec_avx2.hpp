@@ -72,6 +72,10 @@ inline I load_int_n(const int32_t* p, int n) {
   std::memcpy(copy, p, 4 * n);
   return load_int(copy);
 }
+inline I load_bytes(const int8_t* p) {
+  __m128i x = half_register(p);
+  return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
+}
 inline void store_int(void* p, I x) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, x.b);
@@ -100,6 +104,15 @@ inline I floor_to_int(F x) {
 }
 inline I nearest_to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 
+inline I nearest_product(F x, F y) {
+  __m256 magic = _mm256_set1_ps(0x1.8p23f);
+  auto half = [=](__m256 a, __m256 b) {
+    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_fmadd_ps(a, b, magic)),
+                            _mm256_castps_si256(magic));
+  };
+  return {half(x.a, y.a), half(x.b, y.b)};
+}
+
 inline I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I mul_int(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 inline I and_int(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
@@ -109,6 +122,10 @@ inline I max_int(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi3
 template <int N>
 inline I shift_right(I x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+template <int N>
+inline I shift_right_signed(I x) {
+  return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
 }
 template <int N>
 inline I shift_left(I x) {
@@ -196,6 +213,14 @@ inline void transpose(I (&x)[16]) {
     x[i] = {top_left[i], bottom_left[i]};
     x[8 + i] = {top_right[i], bottom_right[i]};
   }
+}
+inline void store_low_bytes(int8_t* p, I x) {
+  __m256i mask = _mm256_set1_epi32(255);
+  __m256i words = _mm256_packus_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
+  words = _mm256_permute4x64_epi64(words, 0xD8);
+  __m128i bytes =
+      _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 inline void store_bytes(void* p, I x, int n) {
   if (n == 64) return store_int(p, x);

@@ -44,6 +44,9 @@ inline void store_n(Half* p, F x, int n) {
 }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
 inline I load_int_n(const int32_t* p, int n) { return _mm512_maskz_loadu_epi32(first(n), p); }
+inline I load_bytes(const int8_t* p) {  // sixteen, with their signs
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
 
 inline F set(float x) { return _mm512_set1_ps(x); }
@@ -67,6 +70,13 @@ inline I nearest_to_int(F x) {  // ties to even
   return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+// a * b rounded once, to an integer, ties to even; for |a * b| < 2^22.
+inline I nearest_product(F a, F b) {
+  F magic = _mm512_set1_ps(0x1.8p23f);
+  return _mm512_sub_epi32(_mm512_castps_si512(_mm512_fmadd_ps(a, b, magic)),
+                          _mm512_castps_si512(magic));
+}
+
 inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I and_int(I a, I b) { return _mm512_and_si512(a, b); }
@@ -76,6 +86,10 @@ inline I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
 template <int N>
 inline I shift_right(I a) {
   return _mm512_srli_epi32(a, N);
+}
+template <int N>
+inline I shift_right_signed(I a) {
+  return _mm512_srai_epi32(a, N);
 }
 template <int N>
 inline I shift_left(I a) {
@@ -150,6 +164,10 @@ inline void transpose(I (&x)[16]) {
     y[12 + j] = _mm512_shuffle_i32x4(high01, high23, 0xDD);
   }
   for (int i = 0; i < 16; ++i) x[i] = y[i];
+}
+// The low byte of each lane.
+inline void store_low_bytes(int8_t* p, I x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
 // The first n bytes, n a multiple of 4.
 inline void store_bytes(void* p, I x, int n) { _mm512_mask_storeu_epi32(p, first(n / 4), x); }

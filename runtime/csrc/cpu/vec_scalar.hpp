@@ -84,6 +84,9 @@ inline I load_int(const void* p) {
 inline I load_int_n(const int32_t* p, int n) {
   return lanes<I>([&](int i) { return i < n ? p[i] : 0; });
 }
+inline I load_bytes(const int8_t* p) {
+  return lanes<I>([&](int i) { return int32_t{p[i]}; });
+}
 inline void store_int(void* p, I x) { std::memcpy(p, x.v, 64); }
 
 inline F set(float x) {
@@ -134,6 +137,13 @@ inline I nearest_to_int(F x) {  // ties to even, for |x| < 2^22
   return lanes<I>([&](int i) { return static_cast<int32_t>((x.v[i] + 0x1.8p23f) - 0x1.8p23f); });
 }
 
+inline I nearest_product(F a, F b) {  // exact in a double, so rounded once
+  return lanes<I>([&](int i) {
+    double t = static_cast<double>(a.v[i]) * static_cast<double>(b.v[i]);
+    return static_cast<int32_t>((t + 0x1.8p52) - 0x1.8p52);
+  });
+}
+
 inline I add_int(I a, I b) {
   return lanes<I>([&](int i) { return static_cast<int32_t>(uint32_t(a.v[i]) + uint32_t(b.v[i])); });
 }
@@ -155,6 +165,10 @@ inline I max_int(I a, I b) {
 template <int N>
 inline I shift_right(I a) {
   return lanes<I>([&](int i) { return static_cast<int32_t>(uint32_t(a.v[i]) >> N); });
+}
+template <int N>
+inline I shift_right_signed(I a) {
+  return lanes<I>([&](int i) { return a.v[i] >> N; });
 }
 template <int N>
 inline I shift_left(I a) {
@@ -227,6 +241,9 @@ inline void transpose(I (&x)[16]) {
       x[j].v[i] = t;
     }
   }
+}
+inline void store_low_bytes(int8_t* p, I x) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(x.v[i]);
 }
 inline void store_bytes(void* p, I x, int n) { std::memcpy(p, x.v, n); }
 

@@ -1,5 +1,6 @@
 // expand_int4: one block per column. A group's 16 levels become 16 bytes in shared memory, and a
 // byte permute looks four nibbles up at once.
+#include "bf16.cuh"
 #include "int4.hpp"
 #include "launch.cuh"
 #include "numeric.cuh"
@@ -11,10 +12,6 @@ constexpr int kThreads = 256;
 constexpr int kGroupsAtOnce = 512;  // whose levels are in shared memory
 constexpr int kPerGroup = 8;        // 128 nibbles are eight reads of 8 bytes
 constexpr int kUnroll = 4;          // reads in flight per thread
-
-__device__ inline float from_bf16(uint16_t x) {
-  return __uint_as_float(static_cast<uint32_t>(x) << 16);
-}
 
 struct ColumnGrid {
   float scale, reciprocal, zero;

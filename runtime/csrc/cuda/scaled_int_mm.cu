@@ -12,8 +12,6 @@
 namespace hot {
 namespace {
 
-constexpr int64_t kContractAlign = 32;
-
 OutType out_type(ScalarType dtype) {
   if (dtype == ScalarType::BFloat16) return OutType::kBf16;
   if (dtype == ScalarType::Half) return OutType::kFp16;

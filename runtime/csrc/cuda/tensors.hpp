@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "launch.cuh"
 
@@ -74,8 +75,26 @@ T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
+constexpr int64_t kContractAlign = 32;  // ops.CONTRACT_ALIGN
+
 inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
+}
+
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  return torch::stable::new_empty(like, size, dtype);
+}
+
+// Calls the kernels of x's dtype.
+template <class Task>
+void dispatch(const Tensor& x, const Task& task, const char* op, void (*bf16)(const Task&),
+              void (*fp16)(const Task&), void (*fp32)(const Task&)) {
+  ScalarType dtype = x.scalar_type();
+  if (dtype == ScalarType::BFloat16) return bf16(task);
+  if (dtype == ScalarType::Half) return fp16(task);
+  STD_TORCH_CHECK(dtype == ScalarType::Float, "hot::", op, ": dtype number ",
+                  static_cast<int>(dtype), ", expected bfloat16, float16 or float32");
+  fp32(task);
 }
 
 }  // namespace hot

@@ -11,29 +11,14 @@
 namespace hot {
 namespace {
 
-constexpr int64_t kContractAlign = 32, kOrder = 16, kInt4Group = 128;
+constexpr int64_t kOrder = 16, kInt4Group = 128;
 
 using Pair = std::tuple<Tensor, Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
-Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  return torch::stable::new_empty(like, size, dtype);
-}
-
 float qmax_of(int64_t bits, const char* op) {
   STD_TORCH_CHECK(bits >= 2 && bits <= 8, "hot::", op, ": bits is ", bits, ", expected 2 to 8");
   return static_cast<float>((1 << (bits - 1)) - 1);
-}
-
-template <class Task>
-void dispatch(const Tensor& x, const Task& task, const char* op, void (*bf16)(const Task&),
-              void (*fp16)(const Task&), void (*fp32)(const Task&)) {
-  ScalarType dtype = x.scalar_type();
-  if (dtype == ScalarType::BFloat16) return bf16(task);
-  if (dtype == ScalarType::Half) return fp16(task);
-  STD_TORCH_CHECK(dtype == ScalarType::Float, "hot::", op, ": dtype number ",
-                  static_cast<int>(dtype), ", expected bfloat16, float16 or float32");
-  fp32(task);
 }
 
 QuantizeTask task_of(const Tensor& x, const Call& call) {

@@ -1,0 +1,87 @@
+// What one call of quantize_shared, quantize_weight, compress_int8 or rescale_int* asks of the
+// kernels; the operators are defined in reference_shared.py.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace hot {
+
+constexpr int64_t kSampledRows = 256;  // reference_shared.SAMPLED_ROWS
+constexpr int kSampleStrip = 64;       // columns of one block of the sampling kernel
+
+struct SharedTask {
+  const void* g;
+  int64_t rows, columns, stride;  // at most 2^31 - 1 rows, 2^32 - 1 bytes from one to the next
+  bool vectors;                   // every row starts on 16 bytes and is whole 16-byte vectors
+  int rank;                       // 0 or 8
+  uint32_t samples, tokens;       // rows are samples x tokens
+  uint32_t units;                 // groups of 16 rows, those of the padding included
+  int64_t row_length, contracted;
+
+  uint32_t* sampled;    // per column, bits of the absmax over the sampled rows
+  uint32_t* strip_max;  // per kSampleStrip columns, the largest of them
+
+  int8_t* row_q;  // [rows, row_length]
+  float* row_scale;
+  int8_t* col_q;  // [columns, contracted]
+  float* fold;    // [contracted]
+  float* peak;    // [units]
+  float* equal;   // [columns]
+
+  int device;
+  bool clusters;  // the device has thread block clusters
+  cudaStream_t stream;
+};
+
+struct WeightTask {
+  const void* weight;
+  int64_t outputs, inputs, stride;
+  bool inputs_first;   // weight is [inputs, outputs], else [outputs, inputs]
+  bool vectors;        // as above
+  const float* equal;  // [outputs]
+  int64_t length;      // outputs padded to 32
+  int8_t* q;           // [inputs, length]
+  float* scale;
+  cudaStream_t stream;
+};
+
+struct CompressInt8Task {
+  const void* x;
+  int64_t rows, columns, stride;
+  bool vectors;
+  int rank;  // 0 or 8
+  uint32_t samples, tokens;
+  int64_t contracted, tiles;
+  int8_t* q;        // [columns, contracted]
+  uint16_t* scale;  // bf16 [columns, tiles]
+  cudaStream_t stream;
+};
+
+struct RescaleTask {
+  const void* stored;       // nibbles or bytes, [columns, contracted]
+  const uint16_t* scale;    // bf16 [columns, tiles]
+  const uint16_t* minimum;  // of nibbles
+  const float* fold;        // [contracted]
+  const float* peak;        // [units]
+  int64_t columns, contracted, tiles, units;
+  int tile;   // contracted rows of one
+  int8_t* q;  // [columns, contracted]
+  float* column_scale;
+  cudaStream_t stream;
+};
+
+void quantize_shared_bf16(const SharedTask&);
+void quantize_shared_fp16(const SharedTask&);
+void quantize_shared_fp32(const SharedTask&);
+void quantize_weight_bf16(const WeightTask&);
+void quantize_weight_fp16(const WeightTask&);
+void quantize_weight_fp32(const WeightTask&);
+void compress_int8_bf16(const CompressInt8Task&);
+void compress_int8_fp16(const CompressInt8Task&);
+void compress_int8_fp32(const CompressInt8Task&);
+void rescale_int4(const RescaleTask&);
+void rescale_int8(const RescaleTask&);
+
+}  // namespace hot
