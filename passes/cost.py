@@ -43,6 +43,8 @@ class Rates:
     """Elements/s of a kernel's products added up into g_x."""
     int32_result: bool = False
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
+    one_read: bool = False
+    """One 8-bit quantisation of g_y for both products is faster than one for each."""
 
     def override(self, rates: dict[str, float]) -> Rates:
         """The same device with some rates replaced: dtype names set ``exact``, the rest fields."""
@@ -106,11 +108,22 @@ def grad_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
     return Cost(bytes=L * O * (reads + 1), calls=1)
 
 
+def shared_cost(strategy: Strategy) -> Cost:
+    """Everything, where g_y is read once for both products and x is rescaled in the backward."""
+    rank = R / 16 if strategy is Strategy.HLA8 else sympy.Integer(1)
+    stored = INT4_BYTES if strategy is Strategy.INT4 else rank
+    grad = Cost(bytes=L * O * (E + 1 + rank), calls=2)
+    x = Cost(bytes=L * I * (E + 2 * stored + rank), calls=2)
+    return grad + x + gx_cost() + Cost(int_ops=2 * L * O * I * rank, results=O * I, calls=1)
+
+
 @cache
-def hot_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
+def hot_cost(strategy: Strategy, gx: bool, gw: bool, shared: bool = False) -> Cost:
     """Everything HOT adds and replaces for one layer."""
     if strategy is Strategy.EXACT or strategy in BASELINES:
         return exact_cost(gx, gw)
+    if shared:
+        return shared_cost(strategy)
     cost = grad_cost(strategy, gx, gw)
     if gx:
         cost += gx_cost()
@@ -165,8 +178,14 @@ def at(expression: sympy.Expr, shape: Shape) -> float:
 
 
 def predicted_gain(
-    strategy: Strategy, gx: bool, gw: bool, rates: Rates, dtype: str, shape: Shape
+    strategy: Strategy,
+    gx: bool,
+    gw: bool,
+    rates: Rates,
+    dtype: str,
+    shape: Shape,
+    shared: bool = False,
 ) -> float:
     """How many times faster than exact the layer's backward is predicted to be."""
-    ours = at(seconds(hot_cost(strategy, gx, gw), rates, dtype), shape)
+    ours = at(seconds(hot_cost(strategy, gx, gw, shared), rates, dtype), shape)
     return at(seconds(exact_cost(gx, gw), rates, dtype), shape) / ours if ours else 1.0

@@ -49,6 +49,7 @@ RATES: dict[str, Rates] = {
         convolution={"float32": 45e12, "tfloat32": 220e12, "bfloat16": 450e12, "float16": 450e12},
         unfold=0.2e12,
         fold=0.12e12,
+        one_read=True,
     ),
     # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice.
     "sm80": Rates(

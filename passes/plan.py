@@ -19,6 +19,7 @@ from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_byte
 from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, hint
+from hot_compile.runtime.ops import SHARED_RANKS
 
 PLAN_VERSION = 2
 _MIN_SAMPLES = 16
@@ -55,6 +56,8 @@ class Decision:
     """x as this strategy stores it, where it has to be stored at all."""
     tiles: bool = False
     """HLA's 16 rows are a tile of a convolution's positions, not consecutive ones."""
+    shared: bool = False
+    """g_y is quantised once, to 8 bits, for both products (docs/adr/0005)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,13 +276,15 @@ def _decision(
         rank=config.rank,
     )
     dtype = str(site.dtype).removeprefix("torch.")
-    gain = 1.0
+    gain, gx_bits = 1.0, _gx_bits(config, rates, layer)
+    rank = config.rank if hla or strategy is Strategy.LBP_WHT else 0
+    shared = gx_bits == 8 and config.per_channel and _shares(site, strategy, rank, rates)
     if site.conv is not None:
         priced = None if strategy is Strategy.EXACT else rates
         gain, before, after = conv_numbers(site, strategy, priced, shape, config.rows)
     else:
         if strategy is not Strategy.EXACT and rates is not None:
-            gain = predicted_gain(strategy, gx, gw, rates, dtype, shape)
+            gain = predicted_gain(strategy, gx, gw, rates, dtype, shape, shared)
         before, after = int(at(saved_bytes(Strategy.EXACT), shape)), _saved(strategy, shape)
     return Decision(
         site=site.name,
@@ -289,16 +294,24 @@ def _decision(
         reason=reason,
         gx=gx,
         gw=gw,
-        gx_bits=_gx_bits(config, rates, layer),
+        gx_bits=gx_bits,
         per_channel=config.per_channel,
         per_token=lqs.per_token(layer, config),
-        rank=config.rank if hla or strategy is Strategy.LBP_WHT else 0,
+        rank=rank,
         tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(site, strategy, config) else 1,
         predicted_gain=round(gain, 3),
         bytes_before=before if gw else 0,
         bytes_after=after if gw else 0,
         tiles=hla and site.conv is not None and config.rows is Rows.BATCH,
+        shared=shared,
     )
+
+
+def _shares(site: Site, strategy: Strategy, rank: int, rates: Rates | None) -> bool:
+    """One quantisation of g_y can serve both products, and does so faster on this device."""
+    both = site.needs_grad_input and site.needs_grad_weight and site.conv is None
+    stored = strategy in (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
+    return both and stored and rank in SHARED_RANKS and rates is not None and rates.one_read
 
 
 def _gx_bits(config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:

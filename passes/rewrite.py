@@ -21,6 +21,7 @@ from hot_compile.passes.baselines import baseline_products
 from hot_compile.passes.graph import CASTS, VIEWS, strip
 from hot_compile.passes.plan import Decision, Plan
 from hot_compile.passes.rewrite_conv import build_convolution
+from hot_compile.passes.rewrite_shared import build_shared
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes
 
 _META = (
@@ -118,6 +119,8 @@ def _build(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]
     ops = torch.ops.hot
     if d.strategy in BASELINES:
         return baseline_products(b.call, site, d.strategy, d.rank)
+    if d.shared:
+        return build_shared(b, site, d)
     nodes = site.nodes
     assert isinstance(nodes, SiteNodes)
     gw = d.gw and d.strategy is not Strategy.GX_ONLY

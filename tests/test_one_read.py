@@ -1,0 +1,117 @@
+"""Layers whose g_y is quantised once for both products, as the planner has it on Hopper, run here
+by the CPU's kernels: the device's rates alone decide.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hot_compile.backend import hot
+from hot_compile.config import Strategy
+from hot_compile.inspect import run_uncompiled
+from hot_compile.passes import devices
+from hot_compile.testing import cosine, hot_step, step
+
+RATES = dataclasses.replace(devices.RATES["cpu-vnni"], one_read=True)
+
+
+@pytest.fixture(autouse=True)
+def one_read(monkeypatch):
+    monkeypatch.setattr(devices, "_cpu_rates", lambda: RATES)
+
+
+class Block(nn.Module):
+    """LayerNorm, a Linear to 3 x width of which the last third is far larger, GELU, a Linear."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x):
+        sizes = torch.tensor([0.01, 0.1, 1.0], dtype=x.dtype).repeat_interleave(x.shape[-1])
+        wide = self.up(self.norm(x)) * sizes
+        return x + self.down(F.gelu(wide))
+
+
+def gradients(model, compiled_step):
+    model.zero_grad()
+    compiled_step()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+class Targets:
+    """Recorder of every operator of a graph's stages."""
+
+    def __init__(self):
+        self.names = {}
+
+    def graph(self, stage, graph):
+        owner = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
+        names = [str(n.target) for n in owner.nodes if str(n.target).startswith("hot.")]
+        self.names.setdefault(stage, []).extend(names)
+
+    def finished(self, plan, crossing):
+        self.plan = plan
+
+
+@pytest.mark.parametrize("strategy", ["int4", "hla8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients(strategy, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).to(dtype)
+    x = torch.randn(32, 20, 64, dtype=dtype)
+    options = {"override": {"*": strategy}, "min_gain": 0}
+
+    def loss():
+        return model(x).float().square().mean()
+
+    exact = gradients(model, lambda: loss().backward())
+    seen = []
+
+    def run():
+        seen.extend(hot_step(loss, options=options)[1])
+
+    got = gradients(model, run)
+    decisions = [d for graph in seen for d in graph.plan]
+    assert all(d.shared and d.strategy is Strategy(strategy) for d in decisions)
+    floor = 0.75 if strategy == "hla8" else 0.97
+    assert min(cosine(got[name], exact[name]) for name in exact) > floor
+
+
+def stages(options):
+    model, x, recorder = Block(), torch.randn(32, 20, 64), Targets()
+    keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options={"min_gain": 0, **options}, **keywords)
+    step(lambda: model(x).square().mean(), backend=backend)
+    return recorder
+
+
+def test_operators_of_a_stored_x():
+    names = stages({"recompute": False}).names
+    backward = next(found for stage, found in names.items() if "backward" in stage)
+    assert backward.count("hot.quantize_shared.default") == 2
+    assert backward.count("hot.quantize_weight.default") == 2
+    assert backward.count("hot.rescale_int4.default") == 2
+    assert "hot.quantize_grad.default" not in backward
+
+
+def test_a_recomputed_x_waits_in_8_bits():
+    names = stages({"recompute": True}).names
+    backward = next(found for stage, found in names.items() if "backward" in stage)
+    assert "hot.compress_int8.default" in backward
+    assert "hot.rescale_int8.default" in backward
+    assert "hot.compress_int4.default" not in backward
+
+
+@pytest.mark.parametrize(
+    "options", [{"gx_bits": 4}, {"recipe": "paper"}], ids=["4 bits", "per tensor"]
+)
+def test_others_keep_a_form_for_each_product(options):
+    recorder = stages(options)
+    assert not any(d.shared for d in recorder.plan)
+    assert any("hot.quantize_grad.default" in found for found in recorder.names.values())
