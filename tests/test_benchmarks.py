@@ -36,6 +36,22 @@ def test_workloads_have_a_loss(benchmark, name):
     assert all(p.grad is not None for p in work.model.parameters())
 
 
+def test_curves(benchmark, tmp_path):
+    file = tmp_path / "curves.json"
+    curves = benchmark("curves").main(
+        model="vit_tiny_patch16_224",
+        batch=1,
+        steps=2,
+        device="cpu",
+        configs="exact,hot",
+        bf16=False,
+        json_file=file,
+    )
+    assert [row["config"] for row in json.loads(file.read_text())["rows"]] == list(curves)
+    assert curves["hot"][0] == pytest.approx(curves["exact"][0], rel=1e-4)
+    assert all(len(losses) == 2 for losses in curves.values())
+
+
 def test_step(benchmark, tmp_path):
     file = tmp_path / "step.json"
     rows = benchmark("step").main(
