@@ -27,6 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.cost import Rates, Shape, predicted_gain
+from hot_compile.passes.devices import pricing
 from hot_compile.runtime import build
 
 hot = torch.ops.hot
@@ -84,13 +87,13 @@ class Operands:
     x: Tensor
 
 
-def exact(t: Operands, tokens: int) -> None:
+def exact(t: Operands, tokens: int, one_read: bool) -> None:
     """Both gradients as autograd computes them."""
     _ = t.grad_output @ t.weight, t.grad_output.t() @ t.x
 
 
-def _both(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> None:
-    """Everything that the backward does with x as the forward ``stored`` it."""
+def _shared(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> None:
+    """The backward with one quantisation of grad_output, x as the forward ``stored`` it."""
     row_q, row_scale, col_q, fold, peak, equal = hot.quantize_shared(t.grad_output, rank, tokens)
     weight_q, weight_scale = hot.quantize_weight(t.weight, equal, False)
     hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
@@ -99,22 +102,44 @@ def _both(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> No
     hot.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, t.x.dtype)
 
 
-def hla8(t: Operands, tokens: int) -> None:
+def _apart(t: Operands, rank: int, tokens: int, x: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    """The backward with a form of grad_output for each product; x: integers, scale, zero."""
+    row_q, row_scale, col_q, col_scale, total = hot.quantize_grad(
+        t.grad_output, 8, True, rank, tokens, True
+    )
+    weight_q, weight_scale, _ = hot.quantize_columns(t.weight, 16, 1, 8, True, False)
+    hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
+    x_q, x_scale, zero = x
+    terms = (None, None) if zero is None else (total, zero)
+    hot.scaled_int_mm(col_q, x_q, col_scale, x_scale, *terms, t.x.dtype)
+
+
+def _eight_bits(t: Operands, rank: int, tokens: int, one_read: bool) -> None:
+    if one_read:
+        return _shared(t, rank, tokens, hot.compress_int8(t.x, rank, tokens))
+    x_q, x_scale, _ = hot.quantize_columns(t.x, rank, tokens, 8, True, False)
+    return _apart(t, rank, tokens, (x_q, x_scale, None))
+
+
+def hla8(t: Operands, tokens: int, one_read: bool) -> None:
     """g_w from the low-pass half of the rows, 8 bits."""
-    _both(t, 8, tokens, hot.compress_int8(t.x, 8, tokens))
+    _eight_bits(t, 8, tokens, one_read)
 
 
-def int8(t: Operands, tokens: int) -> None:
+def int8(t: Operands, tokens: int, one_read: bool) -> None:
     """g_w of full rank, x stored in 8 bits."""
-    _both(t, 0, 1, hot.compress_int8(t.x, 0, 1))
+    _eight_bits(t, 0, 1, one_read)
 
 
-def int4(t: Operands, tokens: int) -> None:
+def int4(t: Operands, tokens: int, one_read: bool) -> None:
     """g_w of full rank, x stored in 4 bits."""
-    _both(t, 0, 1, hot.compress_int4(t.x))
+    stored = hot.compress_int4(t.x)
+    if one_read:
+        return _shared(t, 0, 1, stored)
+    return _apart(t, 0, 1, hot.expand_int4(*stored))
 
 
-METHODS: dict[str, Callable[[Operands, int], None]] = {
+METHODS: dict[str, Callable[[Operands, int, bool], None]] = {
     "exact": exact,
     "hla8": hla8,
     "int4": int4,
@@ -128,6 +153,8 @@ class Timing:
 
     layer: Layer
     rows: int
+    planned: str
+    """What the planner chooses of ``int4`` and exact, with the gain that it predicts for int4."""
     rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
 
     def median(self, method: str) -> float:
@@ -161,16 +188,28 @@ def measure(
     """Times all methods on one layer, interleaved; the first of ``rounds + 1`` rounds warms up."""
     rows = batch * layer.length
     tokens = layer.length if batch % 16 == 0 else 1  # hla8 groups across the batch when it can
-    timing = Timing(layer, rows)
+    rates = pricing(device)
+    if isinstance(rates, str):
+        raise typer.BadParameter(rates)
+    timing = Timing(layer, rows, planned(layer, rows, dtype, rates))
     for number in range(rounds + 1):
         shapes = ((rows, layer.outputs), (layer.outputs, layer.inputs), (rows, layer.inputs))
         operands = Operands(*(torch.randn(s, dtype=dtype, device=device) for s in shapes))
         for name, method in METHODS.items():
             repeats = 10 if device.type == "cuda" else 1
-            spent = milliseconds(partial(method, operands, tokens), device, repeats)
+            call = partial(method, operands, tokens, rates.one_read)
+            spent = milliseconds(call, device, repeats)
             if number > 0:
                 timing.rounds[name].append(spent)
     return timing
+
+
+def planned(layer: Layer, rows: int, dtype: torch.dtype, rates: Rates) -> str:
+    """What the planner chooses for this layer of recipe ``hot``'s ``int4`` and exact."""
+    shape = Shape(rows, layer.outputs, layer.inputs, dtype.itemsize)
+    name = str(dtype).removeprefix("torch.")
+    gain = predicted_gain(Strategy.INT4, True, True, rates, name, shape, rates.one_read)
+    return f"{'int4' if gain >= HotConfig().min_gain else 'exact'} ({gain:.2f})"
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -187,11 +226,12 @@ def table_of(timings: list[Timing], title: str) -> Table:
     for name in strategies:
         table.add_column(f"{name} ms", justify="right")
         table.add_column("x", justify="right", style="bold")
+    table.add_column("planned")
     for t in timings:
         cells = [t.layer.name, t.rows, t.layer.outputs, t.layer.inputs, f"{t.median('exact'):.2f}"]
         for name in strategies:
             cells += [f"{t.median(name):.2f}", f"{t.speedup(name):.2f}"]
-        table.add_row(*map(str, cells))
+        table.add_row(*map(str, cells), t.planned)
     means = [f"{geometric_mean([t.speedup(n) for t in timings]):.2f}" for n in strategies]
     table.add_section()
     table.add_row("geomean", "", "", "", "", *(c for mean in means for c in ("", mean)))

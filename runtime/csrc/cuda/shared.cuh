@@ -632,9 +632,7 @@ inline SharedShape shared_shape(int64_t columns, int owned, bool clusters) {
     return (threads + 31) / 32 * 32;
   };
   int cluster = 1;
-  while (clusters && cluster < kMostCluster &&
-         threads_of(cluster) > (getenv("HOT_T") ? atoi(getenv("HOT_T")) : kSharedThreads))
-    cluster *= 2;
+  while (clusters && cluster < kMostCluster && threads_of(cluster) > kSharedThreads) cluster *= 2;
   int64_t threads = threads_of(cluster);
   if (threads <= kSharedThreads) return {static_cast<int>(threads), cluster, true};
   return {kSharedThreads, 1, false};

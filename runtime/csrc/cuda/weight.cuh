@@ -11,7 +11,8 @@ namespace hot {
 constexpr int kWeightThreads = 512;
 constexpr int kStripBytesOfWeight = 32;  // a sector of each row
 constexpr int kWeightRows = kWeightThreads / 2;
-constexpr int kKeptPasses = 12;
+constexpr int kKeptPasses = 12;  // of 256 outputs, in registers; longer columns are read twice
+constexpr int kReadAhead = 6;
 
 // 16 bytes of a row, zero beyond it.
 template <class T>
@@ -96,10 +97,18 @@ __global__ void __launch_bounds__(kWeightThreads)
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) most[c] = max_nan(most[c], fabsf(v[c]));
   }
-  for (int64_t o = int64_t{kKeptPasses} * kWeightRows + row; o < task.outputs; o += kWeightRows) {
-    Strip::values(task, Strip::load(task, o, input), o, v);
+  constexpr int64_t kKept = int64_t{kKeptPasses} * kWeightRows;
+  for (int64_t first = kKept; first < task.outputs; first += kReadAhead * kWeightRows) {
+    uint4 ahead[kReadAhead];
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) most[c] = max_nan(most[c], fabsf(v[c]));
+    for (int p = 0; p < kReadAhead; ++p)
+      ahead[p] = Strip::load(task, first + p * kWeightRows + row, input);
+#pragma unroll
+    for (int p = 0; p < kReadAhead; ++p) {
+      Strip::values(task, ahead[p], first + p * kWeightRows + row, v);
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) most[c] = max_nan(most[c], fabsf(v[c]));
+    }
   }
 #pragma unroll
   for (int c = 0; c < kOwn; ++c) {
@@ -122,10 +131,18 @@ __global__ void __launch_bounds__(kWeightThreads)
     Strip::values(task, kept[p], first + row, v);
     shared.write(task, v, reciprocal, first, strip);
   }
-  for (int64_t first = int64_t{kKeptPasses} * kWeightRows; first < task.length;
-       first += kWeightRows) {
-    Strip::values(task, Strip::load(task, first + row, input), first + row, v);
-    shared.write(task, v, reciprocal, first, strip);
+  for (int64_t first = kKept; first < task.length; first += kReadAhead * kWeightRows) {
+    uint4 ahead[kReadAhead];
+#pragma unroll
+    for (int p = 0; p < kReadAhead; ++p)
+      ahead[p] = Strip::load(task, first + p * kWeightRows + row, input);
+#pragma unroll
+    for (int p = 0; p < kReadAhead; ++p) {
+      int64_t at = first + p * kWeightRows;
+      if (at >= task.length) break;
+      Strip::values(task, ahead[p], at + row, v);
+      shared.write(task, v, reciprocal, at, strip);
+    }
   }
 }
 
