@@ -113,20 +113,33 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
     """Every transform on one gradient or activation of this shape."""
     x = torch.randn(rows, columns, device="cuda", dtype=dtype)
     stored = hot.compress_int4(x)
+    *_, fold, peak, equal = hot.quantize_shared(x, 0, 1)
+    *_, half_fold, half_peak, _ = hot.quantize_shared(x, 8, tokens)
+    whole, half = hot.compress_int8(x, 0, 1), hot.compress_int8(x, 8, tokens)
+    weight = torch.randn(columns, 768, device="cuda", dtype=dtype)
     calls = {
-        "quantize_rows 4 bits": lambda _: hot.quantize_rows(x, 4, True, True),
-        "quantize_columns hla8 (x)": lambda _: hot.quantize_columns(x, 8, tokens, 8, True, False),
-        "quantize_columns plain (x)": lambda _: hot.quantize_columns(x, 0, 1, 8, True, False),
-        "quantize_columns HT16 (W)": lambda _: hot.quantize_columns(x, 16, 1, 4, True, False),
-        "quantize_grad hla8": lambda _: hot.quantize_grad(x, 4, True, 8, tokens, True),
-        "quantize_grad int4": lambda _: hot.quantize_grad(x, 4, True, 0, 1, True),
-        "compress_int4": lambda _: hot.compress_int4(x),
-        "expand_int4": lambda _: hot.expand_int4(*stored),
+        "quantize_shared int4": (x, lambda _: hot.quantize_shared(x, 0, 1)),
+        "quantize_shared hla8": (x, lambda _: hot.quantize_shared(x, 8, tokens)),
+        "quantize_weight (x 768)": (
+            weight,
+            lambda _: hot.quantize_weight(weight, equal, False),
+        ),
+        "compress_int8": (x, lambda _: hot.compress_int8(x, 0, 1)),
+        "compress_int8 hla8": (x, lambda _: hot.compress_int8(x, 8, tokens)),
+        "rescale_int4": (stored, lambda _: hot.rescale_int4(*stored, fold, peak)),
+        "rescale_int8": (whole, lambda _: hot.rescale_int8(*whole, fold, peak)),
+        "rescale_int8 hla8": (half, lambda _: hot.rescale_int8(*half, half_fold, half_peak)),
+        "quantize_rows 4 bits": (x, lambda _: hot.quantize_rows(x, 4, True, True)),
+        "quantize_columns plain": (x, lambda _: hot.quantize_columns(x, 0, 1, 8, True, False)),
+        "quantize_columns HT16": (x, lambda _: hot.quantize_columns(x, 16, 1, 4, True, False)),
+        "quantize_grad hla8": (x, lambda _: hot.quantize_grad(x, 4, True, 8, tokens, True)),
+        "quantize_grad int4": (x, lambda _: hot.quantize_grad(x, 4, True, 0, 1, True)),
+        "compress_int4": (x, lambda _: hot.compress_int4(x)),
+        "expand_int4": (stored, lambda _: hot.expand_int4(*stored)),
     }
     evict = torch.empty(EVICTION_BYTES, dtype=torch.uint8, device="cuda")
     found = []
-    for name, call in calls.items():
-        read = stored if name == "expand_int4" else x
+    for name, (read, call) in calls.items():
         needed = _size(read) + _size(call(0))
         spent = microseconds(call, evict)
         found.append(Transform(name, rows, columns, str(dtype)[6:], needed, spent))
