@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .config import HotConfig, Strategy
     from .inspect import Explanation, explain
+    from .monitor import Monitor
     from .passes.profile import Profile
     from .schedule import load_state_dict, set_step, state_dict
 
@@ -20,6 +21,7 @@ __all__ = [
     "Explanation",
     "HotConfig",
     "MemoryReport",
+    "Monitor",
     "Profile",
     "Strategy",
     "calibrate",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Monitor": "monitor",
     "load_state_dict": "schedule",
     "set_step": "schedule",
     "state_dict": "schedule",

@@ -88,7 +88,7 @@ class Observing:
         self._warm_up, self._wanted = config.lqs_warm_up, config.lqs_batches
         self._keep = keep
         self._calls = 0
-        self._code = _code_being_compiled()
+        self._code = code_being_compiled()
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last backwards showed is read here, outside of any graph."""
@@ -123,7 +123,7 @@ def keep_in(path: Path, digest: str) -> Callable[[Profile], None]:
     return keep
 
 
-def _code_being_compiled() -> CodeType | None:
+def code_being_compiled() -> CodeType | None:
     """The Python code that Dynamo is compiling right now."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -14,11 +14,21 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .auto import Observing, cautious, graph_digest, keep_in, profile_path, saved_profile, twin
+from .auto import (
+    Observing,
+    cautious,
+    code_being_compiled,
+    graph_digest,
+    keep_in,
+    profile_path,
+    saved_profile,
+    twin,
+)
 from .calibration import Collector
 from .config import HotConfig, split_options
 from .errors import PassDisabledError
 from .inspect import Dump, run_uncompiled
+from .monitor import Gauge, Monitor, Watched, monitor_of
 from .passes.devices import pricing
 from .passes.graph import clean_path, module_path
 from .passes.match import GraphInputs
@@ -63,17 +73,18 @@ def hot(
             profile, or one of another model.
     """
     ours, theirs = split_options(options)
+    monitor = monitor_of(ours)
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
     graph = _Graph(gm, example_inputs, inner_compile, patches, recorder)
     if config.lqs == "auto" and observer is None:
-        return _auto(graph, config)
+        return _auto(graph, config, monitor)
     profile = Profile.load(config.profile) if config.profile else None
     if observer is not None:
         return graph.compile(config, profile, observer)
-    return graph.finished(config, profile)
+    return _final(graph, config, profile, monitor)
 
 
 hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
@@ -127,13 +138,26 @@ class _Graph:
         return Scheduled(config.schedule, compiled)
 
 
-def _auto(graph: _Graph, config: HotConfig) -> Callable[..., Any]:
+def _final(
+    graph: _Graph, config: HotConfig, profile: Profile | None, monitor: Monitor | None
+) -> Callable[..., Any]:
+    """The graph for good, watched if asked; layers that were found wanting stay exact."""
+    if monitor is None:
+        return graph.finished(config, profile)
+    config, gauge = monitor.applied(config), Gauge(monitor.rotate)
+    other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
+    observed = other.compile(config, profile, gauge)
+    usual = graph.finished(config, profile)
+    return Watched(usual, observed, gauge, monitor, code_being_compiled())
+
+
+def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:
     """The final code if this graph was observed before, else code that observes it first."""
     digest = graph_digest(graph.gm, _graph_inputs(graph.gm).parameters, config.rank)
     path = profile_path(config, digest)
     profile = saved_profile(path, digest)
     if profile is not None:
-        return graph.finished(config, profile)
+        return _final(graph, config, profile, monitor)
     collector = Collector(config.rank)
     other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
     observed = other.compile(config, observer=collector)

@@ -156,9 +156,10 @@ class HotConfig:
             OptionError: unknown key or a value the field cannot take; the message lists valid ones.
         """
         options = {key.removeprefix("hot."): value for key, value in options.items()}
-        unknown = options.keys() - option_names()
+        unknown = options.keys() - option_names() - OBJECTS
         if unknown:
-            raise OptionError.unknown(unknown, option_names())
+            raise OptionError.unknown(unknown, option_names() | OBJECTS)
+        options = {key: value for key, value in options.items() if key not in OBJECTS}
         recipe = options.pop("recipe", "hot")
         if not isinstance(recipe, str) or recipe not in RECIPES:
             raise OptionError.value("recipe", recipe, f"one of {sorted(RECIPES)}")
@@ -212,6 +213,10 @@ RECIPES: dict[str, HotConfig] = {
 }
 
 
+OBJECTS = frozenset({"monitor"})
+"""Options that hold an object of the user's, which changes no code and is no part of the config."""
+
+
 def option_names() -> frozenset[str]:
     """Every key of ours that ``options`` may hold (each also with the prefix ``hot.``)."""
     return frozenset(field.name for field in dataclasses.fields(HotConfig))
@@ -222,7 +227,7 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for key, value in (options or {}).items():
-        mine = key.startswith("hot.") or key in option_names()
+        mine = key.startswith("hot.") or key in option_names() or key in OBJECTS
         (ours if mine else theirs)[key] = value
     return ours, theirs
 

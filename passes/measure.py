@@ -17,10 +17,12 @@ from hot_compile.runtime.reference import hadamard, low_pass_order, quantize, sc
 _GW_STRATEGIES = (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
 
 
-def quantised_grad_input(g: Tensor, weight: Tensor, bits: int, per_channel: bool) -> Tensor:
+def quantised_grad_input(
+    g: Tensor, weight: Tensor, bits: int, per_channel: bool, per_token: bool = False
+) -> Tensor:
     """g_x [L, I] in fp32 by HQ, as the rewritten graph computes it."""
     hot = torch.ops.hot
-    g_q, g_scale = hot.quantize_rows(g, bits, per_channel, True)
+    g_q, g_scale = hot.quantize_rows(g, bits, per_channel or per_token, True)
     w_q, w_scale, _ = hot.quantize_columns(weight, 16, 1, bits, per_channel, False)
     return hot.scaled_int_mm(g_q, w_q, g_scale, w_scale, None, None, torch.float32)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, fx
 
-from hot_compile.passes.plan import batch_problem
+from hot_compile.passes.plan import Decision, batch_problem
 from hot_compile.passes.rewrite import describe
 from hot_compile.passes.site import Site, SiteNodes, hint
 
@@ -28,6 +28,8 @@ class Layer:
     dtype: str
     tokens: int | None
     """Rows of one sample, or None where rows cannot be grouped across the batch."""
+    decision: Decision | None = None
+    """What the plan would do to the layer."""
 
 
 Observer = Callable[[Layer, Tensor, "Tensor | None", "Tensor | None"], None]
@@ -36,11 +38,14 @@ the layer's backward has no use for the operand. It must not keep or change them
 """
 
 
-def observe(graph: fx.Graph, sites: Sequence[Site], observer: Observer) -> None:
+def observe(
+    graph: fx.Graph, sites: Sequence[Site], observer: Observer, plan: Iterable[Decision] = ()
+) -> None:
     """Route the backward products of every understood Site through ``observer``, in place."""
+    decisions = {decision.site: decision for decision in plan}
     for site in sites:
         if isinstance(site.nodes, SiteNodes):  # convolutions are not calibrated
-            _route(graph, site, observer)
+            _route(graph, site, observer, decisions.get(site.name))
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -70,7 +75,7 @@ class _Products:
         return None if weight is None else g @ weight, grad_weight
 
 
-def _route(graph: fx.Graph, site: Site, observer: Observer) -> None:
+def _route(graph: fx.Graph, site: Site, observer: Observer, decision: Decision | None) -> None:
     nodes = site.nodes
     assert isinstance(nodes, SiteNodes)
     layer = Layer(
@@ -79,6 +84,7 @@ def _route(graph: fx.Graph, site: Site, observer: Observer) -> None:
         inputs=hint(site.inputs),
         dtype=str(site.dtype).removeprefix("torch."),
         tokens=None if batch_problem(site) else math.prod(map(int, site.lead[1:])),
+        decision=decision,
     )
     products = (nodes.grad_input, nodes.grad_weight)
     first = min(node for node in products if node is not None)

@@ -87,10 +87,10 @@ class JointPass(CustomGraphPass):
             sites = match(graph, context.inputs)
             if not sites:
                 return
-            if context.observer is not None:
-                observe(graph, sites, context.observer)
-                return
             chosen = plan(sites, context.config, context.pricing, context.profile)
+            if context.observer is not None:
+                observe(graph, sites, context.observer, chosen)
+                return
         except HotError:  # the user's mistake, e.g. a profile of another model
             raise
         except Exception:

@@ -1,0 +1,166 @@
+"""Watching gradient quality: what is reported, where to, and demotion of a layer that fails."""
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import hot_compile
+from hot_compile.backend import hot
+from hot_compile.errors import OptionError
+from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.monitor import Gauge, Quality, Watched
+from hot_compile.testing import cosine, hot_step
+
+ALWAYS = {"min_gain": 0, "keep_head": False}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def net():
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+
+def compiled(model, monitor, reports=None, lower=False, **options):
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    options = {**ALWAYS, "monitor": monitor, **options}
+    return torch.compile(
+        model, backend=functools.partial(hot, options=options, recorder=reports, **keywords)
+    )
+
+
+def test_reports_the_layers_own_strategy_every_n_steps(tmp_path):
+    seen, path = {}, tmp_path / "q.jsonl"
+
+    class Writer:
+        def __init__(self):
+            self.scalars = []
+
+        def add_scalar(self, name, value, step):
+            self.scalars.append((name, value, step))
+
+    writer = Writer()
+    monitor = hot_compile.Monitor(3, None, 1, path, writer, callback=seen.__setitem__)
+    model, x = net(), torch.randn(64, 64)
+    step = compiled(model, monitor, lower=True)
+    for _ in range(8):
+        model.zero_grad()
+        step(x).square().mean().backward()
+    assert sorted(seen) == [3, 6]
+    assert set(seen[3]) == {"0", "2"}
+    assert set(seen[3]["2"]) == {"g_x", "g_w"}
+    assert seen[3]["2"]["g_x"].snr > 30
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6]
+    assert lines[0]["layers"]["2"]["g_w"]["error"] == seen[3]["2"]["g_w"].error
+    assert ("hot/g_w cosine/2", seen[3]["2"]["g_w"].cosine, 3) in writer.scalars
+    model.zero_grad()
+    model(x).square().mean().backward()
+    exact = model[2].weight.grad.clone()
+    model.zero_grad()
+    options = {**ALWAYS, "recompute": False, "memory": "off"}
+    hot_step(lambda x: model(x).square().mean(), x, options=options)
+    assert cosine(model[2].weight.grad, exact) == pytest.approx(
+        seen[3]["2"]["g_w"].cosine, abs=1e-3
+    )
+    assert not monitor.demoted
+
+
+def test_a_layer_that_leaves_its_budget_is_demoted_without_a_crash():
+    """Outliers in a few rows that matter little to the loss, a lot to a group's INT4 scale."""
+    monitor, reports = hot_compile.Monitor(every=2, budget=0.3, rotate=1), Reports()
+    model, weights = net(), torch.ones(256, 1)
+    weights[::16] = 1e-6
+    step = compiled(model, monitor, reports)
+    losses = []
+    for number in range(12):
+        x = torch.randn(256, 64)
+        if number >= 4:
+            x[::16] *= 300
+        loss = (step(x).square() * weights).mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert "0" in monitor.demoted
+    assert "over budget 0.3 at step" in monitor.demoted["0"]
+    last = reports.graphs[-1].plan
+    assert last["0"].strategy == "exact"
+    assert len(losses) == 12
+    assert len(reports.graphs) <= 2 * (1 + len(monitor.demoted))
+
+
+def test_a_failing_callback_does_not_stop_training(caplog):
+    def fail(step, found):
+        raise RuntimeError("user's bug")
+
+    model, x = net(), torch.randn(64, 64)
+    step = compiled(model, hot_compile.Monitor(every=1, callback=fail))
+    for _ in range(3):
+        step(x).square().mean().backward()
+    assert "could not report step" in caplog.text
+
+
+def test_non_finite_gradients_are_left_out():
+    seen = []
+    model, x = net(), torch.randn(64, 64)
+    monitor = hot_compile.Monitor(every=1, budget=0.3, rotate=1, callback=lambda *a: seen.append(a))
+    step = compiled(model, monitor)
+    for scale in (float("inf"), 1.0, 1.0):
+        (step(x).square().mean() * scale).backward()
+    assert len(seen) == 1
+    assert not monitor.demoted
+
+
+@pytest.mark.parametrize("rotate", [2, 4])  # 4: more than there are layers
+def test_layers_take_turns(rotate):
+    seen, model, x = {}, net(), torch.randn(64, 64)
+    step = compiled(model, hot_compile.Monitor(every=1, rotate=rotate, callback=seen.__setitem__))
+    for _ in range(5):
+        step(x).square().mean().backward()
+    assert [len(seen[n]) for n in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert seen[1].keys() | seen[2].keys() == {"0", "2"}
+    assert seen[1].keys() == seen[3].keys()
+
+
+def test_only_one_forward_in_n_is_observed():
+    calls = []
+    watched = Watched(
+        lambda: calls.append("usual"), lambda: calls.append("observed"), Gauge(1),
+        hot_compile.Monitor(every=100), None,
+    )  # fmt: skip
+    for _ in range(300):
+        watched()
+    assert calls.count("observed") == 3
+    assert calls[99] == "observed"
+
+
+def test_with_auto_and_a_schedule(tmp_path):
+    seen = {}
+    model, x = net(), torch.randn(64, 64)
+    options = {
+        "lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1, "profile": tmp_path / "p.json",
+        "schedule": [{"until_step": 3, "gx_bits": 8}, {"gx_bits": 4}],
+    }  # fmt: skip
+    step = compiled(model, hot_compile.Monitor(every=2, callback=seen.__setitem__), **options)
+    for _ in range(8):
+        step(x).square().mean().backward()
+    assert seen
+
+
+def test_qualities():
+    assert Quality(0.1, 1.0).snr == pytest.approx(20)
+    assert Quality(0.0, 1.0).snr == float("inf")
+
+
+@pytest.mark.parametrize("every", [0, 1.5, True])
+def test_bad_monitors_are_refused(every):
+    for name in ("every", "rotate"):
+        with pytest.raises(OptionError, match="whole number"):
+            hot_compile.Monitor(**{name: every})
+    with pytest.raises(OptionError, match="Monitor"):
+        hot(torch.fx.symbolic_trace(net()), [], options={"monitor": every})
