@@ -36,6 +36,10 @@ def test_workloads_have_a_loss(benchmark, name):
     assert all(p.grad is not None for p in work.model.parameters())
 
 
+def test_grad_error(benchmark):
+    assert benchmark("grad_error").main(steps="0", batch=2) == 16
+
+
 def test_curves(benchmark, tmp_path):
     file = tmp_path / "curves.json"
     curves = benchmark("curves").main(

@@ -170,3 +170,15 @@ def test_half_length_product_is_cheaper():
         for s in (cost.Strategy.HLA8, cost.Strategy.INT4)
     )
     assert cheap == pytest.approx(0.75 * full)
+
+
+def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
+    """Seven calls cost more there than both exact products (docs/benchmarks_cuda.md)."""
+    layers = [(3136, 64, 576), (49, 512, 4608), (197, 3072, 768), (197, 768, 768), (49, 3072, 768)]
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        for layer in layers:
+            shape = cost.Shape(*layer, size)
+            gain = cost.predicted_gain(
+                cost.Strategy.INT4, True, True, RATES["sm90"], dtype, shape, shared=True
+            )
+            assert gain < 1

@@ -1,0 +1,114 @@
+"""Error of g_x and g_w on real gradients: a form of g_y for each product against one for both.
+
+    python benchmarks/grad_error.py
+
+A small ViT learns noisy pictures of random prototypes; at some steps every Linear's g_y and x are
+taken, and both ways' gradients are compared with exact ones, x in 8 bits. A cell is the relative
+error of g_x, or of g_w (of q, k and v apart), with a form for each product, with one for both
+(ADR 5), and with one for both without making columns equal first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from unittest import mock
+
+import timm
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hot_compile.runtime import reference as apart
+from hot_compile.runtime import reference_shared as shared
+
+CLASSES = 20
+Gradients = tuple[Tensor, Tensor]
+
+
+def for_each_product(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
+    """Rows for g_x after HT, columns for g_w."""
+    row_q, row_scale, col_q, col_scale, _ = apart.quantize_grad(g, 8, True, 0, 1, True)
+    w_q, w_scale, _ = apart.quantize_columns(w, 16, 1, 8, True, False)
+    x_q, x_scale, _ = apart.quantize_columns(x, 0, 1, 8, True, False)
+    return (
+        apart.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
+        apart.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, torch.float32),
+    )
+
+
+def for_both(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
+    """The same integers for both products."""
+    row_q, row_scale, col_q, fold, peak, equal = shared.quantize_shared(g, 0, 1)
+    w_q, w_scale = shared.quantize_weight(w, equal, False)
+    x_q, x_scale = shared.rescale_int8(*shared.compress_int8(x, 0, 1), fold, peak)
+    return (
+        apart.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
+        apart.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32),
+    )
+
+
+def without_equal_columns(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
+    """``for_both`` with every column's factor 1."""
+    with mock.patch.object(shared, "equal_of", lambda g: torch.ones(g.shape[1])):
+        return for_both(g, x, w)
+
+
+def errors(name: str, g: Tensor, x: Tensor, w: Tensor) -> list[str]:
+    """One cell for g_x and one for each part of g_w, three ways in each."""
+    ways = [way(g, x, w) for way in (for_each_product, for_both, without_equal_columns)]
+    exact = (g.double() @ w.double(), g.double().t() @ x.double())
+    parts = 3 if name.endswith("qkv") else 1
+
+    def cell(which: int, rows: slice) -> str:
+        want = exact[which][rows]
+        return " ".join(
+            f"{float((way[which][rows] - want).norm() / want.norm()):.3f}" for way in ways
+        )
+
+    step = g.shape[1] // parts
+    return [
+        cell(0, slice(None)),
+        *(cell(1, slice(p * step, (p + 1) * step)) for p in range(parts)),
+    ]
+
+
+def main(
+    steps: Annotated[str, typer.Option(help="at which gradients are taken")] = "1,60",
+    batch: Annotated[int, typer.Option(help="pictures a step")] = 32,
+) -> int:
+    """Train, print a table for each of ``steps``; returns how many layers were measured."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=112, depth=4, num_classes=CLASSES)
+    taken: dict[str, list[Tensor]] = {}
+
+    def watch(name: str, layer: nn.Linear) -> None:
+        def forward(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            taken[name] = [inputs[0].detach().flatten(0, -2)]
+            output.register_hook(lambda g: taken[name].append(g.detach().flatten(0, -2)))
+
+        layer.register_forward_hook(forward)
+
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks" in n}
+    for name, layer in layers.items():
+        watch(name, layer)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    prototypes, wanted = torch.randn(CLASSES, 3, 112, 112), [int(s) for s in steps.split(",")]
+    for step in range(max(wanted) + 1):
+        y = torch.randint(CLASSES, (batch,))
+        loss = F.cross_entropy(model(prototypes[y] * 0.3 + torch.randn(batch, 3, 112, 112)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if step in wanted:
+            table = Table("layer", "g_x", "g_w (q)", "k", "v", title=f"step {step}")
+            for name, (x, g) in taken.items():
+                table.add_row(name, *errors(name, g, x, layers[name].weight.detach()))
+            Console(width=120).print(table)
+        optimizer.step()
+    return len(layers)
+
+
+if __name__ == "__main__":
+    typer.run(main)
