@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from hot_compile.passes.graph import aten
 
 prims = torch.ops.prims
-DESCRIBING = (
+_DESCRIBING = (
     "seq_nr",
     "nn_module_stack",
     "fwd_nn_module_stack",
@@ -21,7 +21,11 @@ DESCRIBING = (
     "partitioner_tag",
     "autograd_backward",
 )
-"""Metadata that says where a node comes from: an inserted node takes its neighbour's."""
+
+
+def describe(like: fx.Node) -> dict[str, Any]:
+    """Metadata for a node made in the place of ``like``, all but its value."""
+    return {key: like.meta[key] for key in _DESCRIBING if key in like.meta}
 
 
 class Emitter:
@@ -42,7 +46,7 @@ class Emitter:
         """A node ``op(*args, **kwargs)``."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(op, args, kwargs)
-        node.meta = {key: self._like.meta[key] for key in DESCRIBING if key in self._like.meta}
+        node.meta = describe(self._like)
         node.meta["val"] = fake_result(node, fake_mode(self._like))
         return node
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, fx
 
+from hot_compile.passes.emit import describe
 from hot_compile.passes.plan import Decision, batch_problem
-from hot_compile.passes.rewrite import describe
 from hot_compile.passes.site import Site, SiteNodes, hint
 
 

@@ -12,26 +12,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import hot_compile.runtime.ops  # noqa: F401  (registers the operators this stage inserts)
 from hot_compile.config import BASELINES, Strategy
 from hot_compile.passes.baselines import baseline_products
+from hot_compile.passes.emit import describe, fake_mode
 from hot_compile.passes.graph import CASTS, VIEWS, strip
 from hot_compile.passes.plan import Decision, Plan
 from hot_compile.passes.rewrite_conv import build_convolution
 from hot_compile.passes.rewrite_shared import build_shared
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes
-
-_META = (
-    "seq_nr",
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-    "stack_trace",
-    "partitioner_tag",
-    "autograd_backward",
-)
 
 
 def rewrite(graph: fx.Graph, sites: Sequence[Site], plan: Plan, pin: bool) -> Plan:
@@ -69,11 +60,6 @@ def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decisi
     return decision
 
 
-def describe(like: fx.Node) -> dict[str, Any]:
-    """Metadata for a node made in the place of ``like``, all but its value."""
-    return {key: like.meta[key] for key in _META if key in like.meta}
-
-
 class Builder:
     """Inserts operator nodes with the metadata the partitioner and Inductor need."""
 
@@ -92,7 +78,7 @@ class Builder:
         self.made.append(node)
         node.meta = describe(like)
         fake = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
-        with _fake_mode(self.nodes.x):
+        with fake_mode(self.nodes.x):
             node.meta["val"] = op(*fake, **kwargs)
         return node
 
@@ -108,10 +94,6 @@ class Builder:
         for node in reversed(self.made):
             if not node.users:
                 self.graph.erase_node(node)
-
-
-def _fake_mode(node: fx.Node) -> FakeTensorMode:
-    return node.meta["val"].fake_mode
 
 
 def _build(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]:
