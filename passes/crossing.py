@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from hot_compile.passes.pack import Scheme
-from hot_compile.passes.tolerance import Crosser, bytes_of
+from hot_compile.passes.site import bytes_of
+from hot_compile.passes.tolerance import Crosser, is_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +57,7 @@ def crossing(
             bytes_before=bytes_of(value),
             scheme=scheme.value,
             reason=crosser.reason,
-            packed=_is_packed(crosser.saved),
+            packed=is_packed(crosser.saved),
         )
         kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))
-
-
-def _is_packed(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "hot"

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.graph import aten
-from hot_compile.passes.site import hint
+from hot_compile.passes.site import bytes_of, hint
 
 GROUP = 128
 """Elements that share a scale, at most."""
@@ -94,11 +94,9 @@ def _group(run: int, innermost: int, scheme: Scheme) -> int | None:
 
 def packed_bytes(value: Tensor, scheme: Scheme) -> int:
     """Bytes of ``value`` (fake) stored by ``scheme``, its parameters included; sizes by hint."""
-    elements = 1
-    for size in value.shape:
-        elements *= hint(size)
+    elements = bytes_of(value) // value.dtype.itemsize
     if scheme is Scheme.EXACT:
-        return elements * value.dtype.itemsize
+        return bytes_of(value)
     layout = layout_of(value, scheme)
     assert isinstance(layout, Layout), layout
     if scheme is Scheme.BITS:

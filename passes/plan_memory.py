@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.pack import Scheme, packed_bytes
-from hot_compile.passes.tolerance import Crosser, bytes_of
+from hot_compile.passes.site import bytes_of
+from hot_compile.passes.tolerance import Crosser
 
 _ERROR = {Scheme.EXACT: 0.0, Scheme.BITS: 0.0, Scheme.INT8: 0.004, Scheme.INT4: 0.06}
 """Relative error of a stored tensor: what a step of the grid over the spread of normally

@@ -131,3 +131,8 @@ def hint(value: IntLike | Any) -> int:
         return value
     known = value.node.hint
     return int(known) if known is not None else 1
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    """Bytes of a fake tensor, symbolic sizes by hint."""
+    return math.prod(map(hint, value.shape)) * value.dtype.itemsize

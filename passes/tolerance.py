@@ -25,7 +25,7 @@ from hot_compile.passes.graph import (
 )
 from hot_compile.passes.match import GraphInputs
 from hot_compile.passes.pack import Layout, Scheme, layout_of
-from hot_compile.passes.site import hint
+from hot_compile.passes.site import bytes_of, hint
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _PRODUCTS = {
@@ -161,6 +161,8 @@ def _judge(saved: fx.Node, restored: fx.Node, gradients: set[fx.Node], smallest:
     exact = (Scheme.EXACT,)
     if bytes_of(value) < smallest:
         return Crosser(saved, restored, exact, "small")
+    if is_packed(saved):
+        return Crosser(saved, restored, exact, "compressed already, for a layer's product")
     if saved.meta.get("saved_tensor_with_no_vc_check"):
         return Crosser(saved, restored, exact, "kept by a custom autograd function")
     if value.dtype is torch.bool:
@@ -177,12 +179,10 @@ def _judge(saved: fx.Node, restored: fx.Node, gradients: set[fx.Node], smallest:
     return _fitting(Crosser(saved, restored, schemes, "", product, masks))
 
 
-def bytes_of(value: torch.Tensor) -> int:
-    """Bytes of a fake tensor, symbolic sizes by hint."""
-    size = value.dtype.itemsize
-    for length in value.shape:
-        size *= hint(length)
-    return size
+def is_packed(node: fx.Node) -> bool:
+    """A part of what one of our operators made of a layer's x."""
+    source = node.args[0] if _is_getitem(node) else None
+    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "hot"
 
 
 def _dtype(value: torch.Tensor) -> str:
@@ -234,11 +234,16 @@ class _Readers:
         """Sums and multiples of it."""
         self._elements = restored.meta["val"].numel()
         self._gradients = gradients
+        self._follow(restored)
+
+    def _follow(self, restored: fx.Node) -> None:
         stack, seen = [restored], {restored}
-        while stack and not self.refusal:
+        while stack:
             node = stack.pop()
             for user in node.users:
                 follow = self._read(node, user)
+                if self.refusal:
+                    return  # one reader is enough; the next must not talk it away
                 if follow and user not in seen:
                     seen.add(user)
                     stack.append(user)

@@ -3,9 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from hot_compile.passes.graph import aten
+from hot_compile.passes.match import GraphInputs
+from hot_compile.passes.pack import Scheme
+from hot_compile.passes.tolerance import crossers
 from hot_compile.testing import cosine, hot_step
 
 ALL = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
@@ -295,3 +300,46 @@ def test_a_failure_while_storing_leaves_everything_exact(monkeypatch, caplog):
     assert "on purpose" in caplog.text
     for n, p in blocks.named_parameters():
         torch.testing.assert_close(p.grad, exact[n], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("divisor_first", [True, False])
+def test_one_sensitive_reader_is_enough(divisor_first):
+    """A product that reads the tensor, too, must not talk its divisor away, in either order."""
+    value = FakeTensorMode().from_tensor(torch.empty(4, 64, 64))
+
+    def placeholder(graph, name):
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    def call(graph, op, *args):
+        node = graph.call_function(op, args)
+        node.meta["val"] = value
+        return node
+
+    forward, backward = fx.Graph(), fx.Graph()
+    saved = call(forward, aten.mul.Tensor, placeholder(forward, "primals_1"), 2.0)
+    forward.output((saved,))
+    restored, tangent = (placeholder(backward, n) for n in (saved.name, "tangents_1"))
+    readers = [
+        lambda: call(backward, aten.div.Tensor, tangent, restored),
+        lambda: call(backward, aten.bmm.default, tangent, restored),
+    ]
+    backward.output(tuple(read() for read in readers[:: 1 if divisor_first else -1]))
+    (crosser,) = crossers(forward, backward, 0, GraphInputs(), smallest=1)
+    assert "divided by" in crosser.reason
+    assert crosser.schemes == (Scheme.EXACT,)
+
+
+def test_what_our_operators_compressed_is_not_compressed_again():
+    """INT4 storage's scales and minima are floats, and large for many rows."""
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256)
+    x = torch.randn(2048, 256)
+    kept = crossing(
+        lambda x: layer((x * 2).relu()).square().mean(), x, recompute=False, memory_min_bytes=1
+    )
+    packed = [c for c in kept if c.packed]
+    assert {c.dtype for c in packed} == {"uint8", "bfloat16"}
+    assert {c.scheme for c in packed} == {"exact"}
+    assert all(c.bytes == c.bytes_before and "already" in c.reason for c in packed)
