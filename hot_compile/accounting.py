@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from .inspect import Reports, megabytes, unchanged
-from .memory import held_bytes, held_tensors, peak_bytes
+from .memory import held_tensors, peak_bytes, storage_bytes
 from .passes.crossing import Crossing
 
 _STOCK = ("exact", "exact+recompute")
@@ -197,7 +197,7 @@ def _measure(
         step()  # compiles
         loss = loss_of(forward(*inputs))
         held = held_tensors(loss, model, inputs)
-        sizes = held_bytes(loss, model, inputs), _copies(held, model, inputs)
+        sizes = storage_bytes(held), _copies(held, model, inputs)
         del loss, held
         return Measured(*sizes, peak_bytes(step, device))
 

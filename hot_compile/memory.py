@@ -19,8 +19,12 @@ def held_bytes(output: Any, model: nn.Module, inputs: Any = ()) -> int:
     Parameters, buffers and ``inputs`` are left out; they stay alive with or without a backward.
     Works the same for eager and compiled models, on CPU and CUDA.
     """
-    ours = held_tensors(output, model, inputs)
-    return sum(t.untyped_storage().nbytes() for t in ours)
+    return storage_bytes(held_tensors(output, model, inputs))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the whole storages of ``tensors``, which must not share any."""
+    return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def held_tensors(output: Any, model: nn.Module, inputs: Any = ()) -> list[Tensor]:
