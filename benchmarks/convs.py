@@ -12,16 +12,15 @@ exact.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from layers import geometric_mean, milliseconds
+from layers import Rounds, geometric_mean, milliseconds
 from report import write_json
 from rich.console import Console
 from rich.table import Table
@@ -183,20 +182,11 @@ METHODS: dict[str, Callable[[Operands], None]] = {
 
 
 @dataclass
-class Timing:
-    """Milliseconds of each method for one convolution, one entry a round."""
+class Timing(Rounds):
+    """One convolution's figures."""
 
     layer: Conv
     predicted: float
-    rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
-
-    def median(self, method: str) -> float:
-        """Milliseconds."""
-        return statistics.median(self.rounds[method])
-
-    def speedup(self, method: str) -> float:
-        """How many times faster than exact."""
-        return self.median("exact") / self.median(method)
 
 
 def predicted_gain(t: Operands) -> float:
@@ -222,7 +212,7 @@ def measure(
         for name, method in METHODS.items():
             spent = milliseconds(partial(method, tensors), device, 10 if number else 1)
             if number > 0:
-                timing.rounds[name].append(spent)
+                timing.add(name, spent)
     assert timing is not None
     return timing
 

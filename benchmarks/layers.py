@@ -147,15 +147,15 @@ METHODS: dict[str, Callable[[Operands, int, bool], None]] = {
 }
 
 
-@dataclass
-class Timing:
-    """Milliseconds of each method for one layer, one entry a round."""
+@dataclass(kw_only=True)
+class Rounds:
+    """Milliseconds of each method, one entry a round."""
 
-    layer: Layer
-    rows: int
-    planned: str
-    """What the planner chooses of ``int4`` and exact, with the gain that it predicts for int4."""
-    rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, method: str, spent: float) -> None:
+        """One more round of ``method``, in milliseconds."""
+        self.rounds.setdefault(method, []).append(spent)
 
     def median(self, method: str) -> float:
         """Milliseconds."""
@@ -164,6 +164,16 @@ class Timing:
     def speedup(self, method: str) -> float:
         """How many times faster than exact."""
         return self.median("exact") / self.median(method)
+
+
+@dataclass
+class Timing(Rounds):
+    """One layer's figures."""
+
+    layer: Layer
+    rows: int
+    planned: str
+    """What the planner chooses of ``int4`` and exact, with the gain that it predicts for int4."""
 
 
 def milliseconds(call: Callable[[], None], device: torch.device, repeats: int) -> float:
@@ -200,7 +210,7 @@ def measure(
             call = partial(method, operands, tokens, rates.one_read)
             spent = milliseconds(call, device, repeats)
             if number > 0:
-                timing.rounds[name].append(spent)
+                timing.add(name, spent)
     return timing
 
 
