@@ -6,7 +6,8 @@
 Every configuration trains its own copy of the same weights. Steps run interleaved in one process
 and the figure is the median, so that whatever else the machine does hits all of them alike.
 ``exact+recompute`` is the honest stock baseline for memory: Inductor told that it may recompute
-pointwise results (functorch's ``ban_recompute_materialized_backward=False``).
+pointwise results (functorch's ``ban_recompute_materialized_backward=False``). ``float8-tensorwise``
+and ``float8-rowwise`` are torchao's (``pip install torchao``; GPUs of compute capability 8.9 on).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from torch import Tensor, nn
 from hot_compile.memory import held_bytes, peak_bytes
 
 RECOMPUTE = "+recompute"
+FLOAT8 = "float8-"
 DTYPES = ("fp32", "tf32", "bf16")
+HEADS = ("head", "fc", "classifier", "lm_head")
 WARM_UP = 3
 MODEL = "vit_tiny_patch16_224"
 
@@ -52,16 +55,32 @@ class Row:
 
 
 def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
-    """``exact``, or a recipe of ``hot`` with options (``hot:memory=off:gx_bits=8``).
+    """``exact``, ``float8-<torchao's recipe>`` (changes ``model``), or a recipe of ``hot`` with
+    options (``hot:memory=off:gx_bits=8``).
 
-    Either may have ``+recompute`` behind it.
+    Each may have ``+recompute`` behind it.
     """
     name, *settings = config.removesuffix(RECOMPUTE).split(":")
+    if name.startswith(FLOAT8):
+        _to_float8(model, name.removeprefix(FLOAT8))
+        name = "exact"
     backend: Any = "inductor" if name == "exact" else "hot"
     options = None if name == "exact" else {"recipe": name} | dict(map(_setting, settings))
     if config.endswith(RECOMPUTE):
         backend = _recomputing(backend)
     return torch.compile(model, backend=backend, options=options)
+
+
+def _to_float8(model: nn.Module, recipe: str) -> None:
+    """Every Linear but the head becomes torchao's, as its documentation recommends."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def takes_float8(module: nn.Module, path: str) -> bool:
+        sizes = getattr(module, "in_features", 1), getattr(module, "out_features", 1)
+        return path not in HEADS and not any(size % 16 for size in sizes)
+
+    settings = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=settings, module_filter_fn=takes_float8)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -194,7 +213,8 @@ Depth = Annotated[int | None, typer.Option(help="blocks, instead of the model's 
 Image = Annotated[int | None, typer.Option(help="image size, instead of the model's own")]
 Tokens = Annotated[int | None, typer.Option(help="tokens per sample of a language model")]
 Configs = Annotated[
-    str, typer.Option(help="comma-separated: exact or recipe[:option=value], +recompute")
+    str,
+    typer.Option(help="comma-separated: exact, float8-*, recipe[:option=value]; each +recompute"),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="write figures here")]
 
