@@ -87,7 +87,7 @@ def pricing(device: torch.device) -> Rates | str:
         return missing
     if device.type == "cpu":
         return _cpu_rates()
-    return _cuda_rates(torch.cuda.get_device_capability(device), _tf32(), _conv_tf32())
+    return cuda_rates(torch.cuda.get_device_capability(device), _tf32(), _conv_tf32())
 
 
 @cache
@@ -112,12 +112,14 @@ def _cpu_rates() -> Rates:
     return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
 
 
-def _cuda_rates(capability: tuple[int, int], tf32: bool, conv_tf32: bool) -> Rates | str:
-    """Rates of the nearest architecture in the table, fp32 at TF32's where that is on."""
-    if capability < (8, 0):
-        return f"compute capability {capability} has no INT8 tensor cores this runtime uses"
-    name = "sm90" if capability >= (9, 0) else "sm80" if capability == (8, 0) else "sm86"
-    rates = RATES[name]
+def cuda_rates(capability: tuple[int, int], tf32: bool, conv_tf32: bool) -> Rates | str:
+    """Rates of the architecture's entry in the table, fp32 at TF32's where that is on."""
+    major, minor = capability
+    if major < 8:
+        return f"compute capability {major}.{minor} has no INT8 tensor cores this runtime uses"
+    if major in (10, 11):  # their fast products are tcgen05's; Ampere's instructions crawl there
+        return f"compute capability {major}.{minor}: no integer products for it in this runtime yet"
+    rates = RATES[{(9, 0): "sm90", (8, 0): "sm80"}.get(capability, "sm86")]
     return dataclasses.replace(
         rates,
         exact=_fp32_as_tf32(rates.exact) if tf32 else rates.exact,

@@ -9,7 +9,7 @@ from torch import fx
 from hot_compile.config import HotConfig
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import cost
-from hot_compile.passes.devices import RATES
+from hot_compile.passes.devices import RATES, cuda_rates
 from hot_compile.passes.plan import Plan, plan
 from hot_compile.passes.site import Site, SiteNodes
 
@@ -182,3 +182,23 @@ def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
                 cost.Strategy.INT4, True, True, RATES["sm90"], dtype, shape, shared=True
             )
             assert gain < 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "entry"),
+    [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm86"), ((9, 0), "sm90"), ((12, 0), "sm86")],
+)
+def test_every_gpu_is_priced_as_the_kind_whose_products_it_runs(capability, entry):
+    assert cuda_rates(capability, tf32=False, conv_tf32=False) == RATES[entry]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (11, 0)])
+def test_a_gpu_without_products_in_this_runtime_says_so(capability):
+    major, minor = capability
+    assert f"{major}.{minor}" in cuda_rates(capability, tf32=False, conv_tf32=False)
+
+
+def test_tf32_changes_what_exact_costs():
+    rates = cuda_rates((9, 0), tf32=True, conv_tf32=True)
+    assert rates.exact["float32"] == RATES["sm90"].exact["tfloat32"]
+    assert rates.convolution["float32"] == RATES["sm90"].convolution["tfloat32"]
