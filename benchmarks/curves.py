@@ -107,7 +107,7 @@ def main(
     steps: Annotated[int, typer.Option(help="steps of each configuration")] = 200,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
     configs: Annotated[str, typer.Option(help="exact or a recipe, each +recompute")] = (
-        "exact,hot,fast"
+        "exact,hot,fast:lqs=off"
     ),
     bf16: Annotated[bool, typer.Option(help="autocast to bfloat16")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,

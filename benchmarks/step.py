@@ -224,7 +224,7 @@ def main(
     batch: Annotated[int, typer.Option(help="samples per step")] = 8,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    configs: Configs = "exact,exact+recompute,hot,fast",
+    configs: Configs = "exact,exact+recompute,hot,fast:lqs=off",
     depth: Depth = None,
     width: Width = None,
     image: Image = None,

@@ -1,13 +1,14 @@
-"""``options={"lqs": "auto"}``: observe the first steps, then recompile once with what they told.
+"""``options={"lqs": "auto"}``: observe the first steps, then recompile with what they told.
 
-A graph's observations are kept as a profile in the user's cache (or in the file of option
-``profile``), under a digest of its layers: the next process finds them and compiles its final code
-at once.
+A graph starts with what can be taken on trust (no HLA), is observed once its gradients have
+settled, and is compiled again if that changes a layer's strategy. It is observed again later, at
+most ``lqs_rechecks`` times: early gradients are not late ones. What was seen is kept as a profile
+in the user's cache (or in the file of option ``profile``), under a digest of the graph's layers:
+the next process finds it and compiles by it at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -19,9 +20,11 @@ import torch
 from torch import fx
 
 from .calibration import Collector
-from .config import HotConfig, Strategy
+from .config import HotConfig
 from .errors import CalibrationError, ProfileFormatError
+from .passes.devices import pricing
 from .passes.graph import module_path
+from .passes.plan import plan
 from .passes.profile import Profile
 from .runtime.build import cache_dir
 
@@ -29,6 +32,8 @@ log = logging.getLogger("hot_compile")
 
 _PATIENCE = 4
 """Observe at most this many times the wanted batches: some may have no backward, or overflow."""
+_STRETCH = 4
+"""Each look is due after this many times the forwards of the one before."""
 
 
 def graph_digest(gm: fx.GraphModule, names: Sequence[str | None], rank: int) -> str:
@@ -42,34 +47,75 @@ def graph_digest(gm: fx.GraphModule, names: Sequence[str | None], rank: int) -> 
     return hashlib.sha256(repr((rank, sorted(shapes), paths)).encode()).hexdigest()
 
 
-def profile_path(config: HotConfig, digest: str) -> Path:
-    """Where the observations of this graph are kept."""
-    if config.profile is not None:
-        return Path(config.profile)
+class Notes:
+    """What was observed of one graph so far, and the file it is kept in."""
+
+    def __init__(self, config: HotConfig, digest: str) -> None:
+        self._config = config
+        self._digest = digest
+        chosen = config.profile
+        self._path = Path(chosen) if chosen else _cached_path(digest)
+        found = self._file()
+        self.profile = found if found and digest in found.graphs else None
+        """Observations of this graph, perhaps of others too; None before the first look."""
+
+    @property
+    def looks(self) -> int:
+        """How often the graph was observed, by this process or an earlier one."""
+        return self.profile.graphs[self._digest] if self.profile else 0
+
+    @property
+    def due(self) -> int | None:
+        """Forwards of the present code before the next look; None if there is none to come."""
+        if self.looks > self._config.lqs_rechecks:
+            return None
+        if self.looks == 0:
+            return self._config.lqs_warm_up
+        return max(1, self._config.lqs_warm_up) * _STRETCH**self.looks
+
+    def add(self, collector: Collector) -> bool:
+        """Keep what was collected; True if it changes what any layer gets.
+
+        What changes nothing is not kept, only that there was a look: the compiled code, whose
+        cache key has the profile in it, is still found by the next process.
+
+        Raises:
+            CalibrationError: nothing was collected.
+            ProfileFormatError, OSError: the file cannot be read or written.
+        """
+        seen, before = collector.profile(), self.profile
+        known = before.merged(seen) if before and before.rank == seen.rank else seen
+        changed = self._choice(known, collector) != self._choice(before, collector)
+        kept = (known if changed or before is None else before).of_graph(
+            self._digest, self.looks + 1
+        )
+        file = self._file()  # another graph's code may have written it since
+        merged = file.merged(kept) if file and file.rank == kept.rank else kept
+        merged.save(self._path)
+        self.profile = merged
+        return changed
+
+    def _choice(self, profile: Profile | None, collector: Collector) -> object:
+        return plan(collector.sites, self._config, pricing, profile).choice
+
+    def _file(self) -> Profile | None:
+        """What the file holds now; a cached one that cannot be read is made anew."""
+        if not self._path.exists():
+            return None
+        try:
+            return Profile.load(self._path)
+        except ProfileFormatError:
+            if self._config.profile:
+                raise
+            return None
+
+
+def _cached_path(digest: str) -> Path:
     return cache_dir() / "profiles" / f"{digest[:32]}.json"
 
 
-def saved_profile(path: Path, digest: str) -> Profile | None:
-    """The profile in ``path`` if it holds observations of this graph."""
-    if not path.exists():
-        return None
-    profile = Profile.load(path)
-    return profile if digest in profile.graphs else None
-
-
-def cautious(config: HotConfig) -> HotConfig:
-    """The configuration for steps before anything is measured: no HLA on trust.
-
-    A recipe without a budget (``paper``) takes its strategies whatever they measure, also then.
-    """
-    if config.error_budget is None:
-        return config
-    safe = tuple(s for s in config.strategies if s is not Strategy.HLA8)
-    return dataclasses.replace(config, strategies=safe or (Strategy.INT8,))
-
-
 class Observing:
-    """A compiled graph in its first steps: as usual, then observed, then asked to be recompiled.
+    """A compiled graph that is observed when its notes say so, and recompiled if that changes it.
 
     Gradients of observed steps are exact. The call convention is that of ``usual``.
     """
@@ -80,47 +126,41 @@ class Observing:
         observed: Callable[..., Any],
         collector: Collector,
         config: HotConfig,
-        keep: Callable[[Profile], None],
+        notes: Notes,
     ) -> None:
         self._usual = usual
         self._observed = observed
         self._collector = collector
-        self._warm_up, self._wanted = config.lqs_warm_up, config.lqs_batches
-        self._keep = keep
+        self._wanted = config.lqs_batches
+        self._notes = notes
+        self._due = notes.due
         self._calls = 0
         self._code = code_being_compiled()
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last backwards showed is read here, outside of any graph."""
         self._calls += 1
-        observed = self._calls - 1 - self._warm_up
-        if observed < 0 or self._wanted == 0:
+        if self._due is None or self._calls <= self._due:
             return self._usual(*args)
         self._collector.flush()
-        if self._collector.batches < self._wanted and observed < _PATIENCE * self._wanted:
+        tried = self._calls - 1 - self._due
+        if self._collector.batches < self._wanted and tried < _PATIENCE * self._wanted:
             return self._observed(*args)
-        self._wanted = 0
-        self._finish()
+        self._conclude()
         return self._usual(*args)
 
-    def _finish(self) -> None:
+    def _conclude(self) -> None:
+        self._due = None
         try:
-            self._keep(self._collector.profile())
+            changed = self._notes.add(self._collector)
         except (CalibrationError, ProfileFormatError, OSError) as error:
-            log.warning("hot: lqs='auto' keeps the static choice: %s", error)
+            log.warning("hot: lqs='auto' keeps the choice it has: %s", error)
             return
-        forget(self._code)
-
-
-def keep_in(path: Path, digest: str) -> Callable[[Profile], None]:
-    """Adds a graph's profile to those in ``path`` (a model may have several graphs)."""
-
-    def keep(profile: Profile) -> None:
-        before = Profile.load(path) if path.exists() else None
-        mine = profile.of_graph(digest)
-        (before.merged(mine) if before and before.rank == mine.rank else mine).save(path)
-
-    return keep
+        if changed:
+            forget(self._code)  # whoever compiles it again makes an Observing for the next look
+            return
+        self._collector.clear()
+        self._due = self._notes.due
 
 
 def code_being_compiled() -> CodeType | None:

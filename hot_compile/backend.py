@@ -14,16 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .auto import (
-    Observing,
-    cautious,
-    code_being_compiled,
-    graph_digest,
-    keep_in,
-    profile_path,
-    saved_profile,
-    twin,
-)
+from .auto import Notes, Observing, code_being_compiled, graph_digest, twin
 from .calibration import Collector
 from .config import HotConfig, split_options
 from .errors import PassDisabledError
@@ -103,9 +94,13 @@ class _Graph:
     def compile(
         self, config: HotConfig, profile: Profile | None = None, observer: Observer | None = None
     ) -> Any:
-        """The graph as ``config`` and ``profile`` say, its layers shown to ``observer`` if any."""
+        """The graph as ``config`` and ``profile`` say, reported to the recorder and dumped.
+
+        With ``observer``: exact, its layers shown to the observer, and not reported.
+        """
         patches = dict(self.patches)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
+        recorder = Dump() if observer else self.recorder or Dump(dump)
         if dump or self.recorder or observer:
             patches["force_disable_caches"] = True  # on a cache hit no pass runs: none to report
         inputs = _graph_inputs(self.gm)
@@ -113,7 +108,7 @@ class _Graph:
             config=config,
             inputs=inputs,
             pricing=pricing,
-            recorder=self.recorder or Dump(dump),
+            recorder=recorder,
             identity=_identity(self.gm, config, inputs, self.example_inputs, profile),
             profile=profile,
             observer=observer,
@@ -152,18 +147,16 @@ def _final(
 
 
 def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:
-    """The final code if this graph was observed before, else code that observes it first."""
+    """The graph by what was observed of it so far, to be observed again while that is due."""
     digest = graph_digest(graph.gm, _graph_inputs(graph.gm).parameters, config.rank)
-    path = profile_path(config, digest)
-    profile = saved_profile(path, digest)
-    if profile is not None:
-        return _final(graph, config, profile, monitor)
+    notes = Notes(config, digest)
+    if notes.due is None:
+        return _final(graph, config, notes.profile, monitor)
     collector = Collector(config.rank)
     other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
-    observed = other.compile(config, observer=collector)
-    return Observing(
-        graph.finished(cautious(config)), observed, collector, config, keep_in(path, digest)
-    )
+    observed = other.compile(config, notes.profile, collector)
+    usual = _final(graph, config, notes.profile, monitor)
+    return Observing(usual, observed, collector, config, notes)
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

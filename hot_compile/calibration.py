@@ -24,6 +24,7 @@ from .inspect import run_uncompiled
 from .passes.measure import grad_input_measures, grad_weight_measures, granule_errors, tensor_stats
 from .passes.observe import Layer
 from .passes.profile import LayerProfile, Measure, Profile, TensorStats
+from .passes.site import Site
 
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
@@ -122,6 +123,17 @@ class Collector:
                 stats = tensor_stats(tensor, self._rank)
                 figures.update({f"stats {name} {key}": value for key, value in stats.items()})
         return figures
+
+    @property
+    def sites(self) -> list[Site]:
+        """The layers shown so far, as the plan knows them."""
+        return [layer.site for layer, _ in self._layers.values() if layer.site is not None]
+
+    def clear(self) -> None:
+        """Forget everything collected so far."""
+        self._pending.clear()
+        self._found.clear()
+        self._layers.clear()
 
     @property
     def batches(self) -> int:

@@ -132,13 +132,17 @@ class HotConfig:
     """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
     profile: str | None = None
     """File made by ``calibrate(...).save(path)``: strategies are chosen by what it measured."""
-    lqs: str | None = None
-    """"auto": observe the first steps, then recompile once with what they told. The profile is kept
-    in ``profile``, or in the user's cache, for the next process."""
+    lqs: str = "off"
+    """"auto": start without HLA, observe the first steps, then recompile with what they told, if
+    that changes any layer. The profile is kept in ``profile``, or in the user's cache, for the next
+    process. "off": choose by ``profile`` if there is one, else take the strategies on trust."""
     lqs_warm_up: int = 200
     """Forwards before ``lqs="auto"`` observes: gradients at initialisation mislead."""
     lqs_batches: int = 2
-    """Forwards and backwards that ``lqs="auto"`` observes."""
+    """Forwards and backwards that ``lqs="auto"`` observes each time."""
+    lqs_rechecks: int = 2
+    """How often ``lqs="auto"`` looks again: 4, then 16 times ``lqs_warm_up`` forwards later, ...
+    Each may recompile once, if it changes a choice."""
     error_budget: float | None = 0.2
     """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
     None: the recipe's strategies are taken whatever they measured (``paper``)."""
@@ -164,6 +168,8 @@ class HotConfig:
         if not isinstance(recipe, str) or recipe not in RECIPES:
             raise OptionError.value("recipe", recipe, f"one of {sorted(RECIPES)}")
         fields = {name: _PARSERS[name](name, value) for name, value in options.items()}
+        if fields.get("profile") is not None:  # what was calibrated is used as it is
+            fields.setdefault("lqs", "off")
         return dataclasses.replace(RECIPES[recipe], **fields)
 
     def to_json(self) -> dict[str, Any]:
@@ -187,8 +193,11 @@ def _baseline(name: str) -> HotConfig:
 RECIPES: dict[str, HotConfig] = {
     # Same memory as the paper's ABC, near lossless (docs/adr/0001): the default.
     "hot": HotConfig(),
-    # Half-length g_w product where the rows can be grouped across the batch.
-    "fast": HotConfig(recipe="fast", strategies=_strategies("hla8 int4"), error_budget=0.5),
+    # Half-length g_w product where the rows can be grouped across the batch, and where that was
+    # measured to be harmless: HLA is not taken on trust.
+    "fast": HotConfig(
+        recipe="fast", strategies=_strategies("hla8 int4"), error_budget=0.5, lqs="auto"
+    ),
     # 8-bit everywhere: the closest to exact that is still integer.
     "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8, memory_bits=8),
     # The paper's text, verbatim: per-tensor scales, HLA(8) by LP_L1 on consecutive rows.
@@ -373,9 +382,10 @@ _PARSERS: dict[str, Any] = {
     "min_gain": _ratio,
     "rates": _rates,
     "profile": _path,
-    "lqs": _one_of("auto", None),
+    "lqs": _one_of("auto", "off"),
     "lqs_warm_up": _count(0),
     "lqs_batches": _count(1),
+    "lqs_rechecks": _count(0),
     "error_budget": _budget,
     "schedule": _schedule,
     "dump": _path,

@@ -14,10 +14,11 @@ _HALVED = 0.5
 """The paper's rule: per token if that cuts g_y's L2 quantisation error by more than half."""
 
 
-def candidates(config: HotConfig) -> tuple[Strategy, ...]:
+def candidates(config: HotConfig, layer: LayerProfile | None) -> tuple[Strategy, ...]:
     """The recipe's strategies, cheapest first, and then INT8 for layers that none of them suits."""
     chosen = config.strategies
-    if config.error_budget is None or Strategy.EXACT in chosen or Strategy.INT8 in chosen:
+    judged = config.error_budget is not None and (layer is not None or config.lqs == "auto")
+    if not judged or Strategy.EXACT in chosen or Strategy.INT8 in chosen:
         return chosen
     return (*chosen, Strategy.INT8)
 
@@ -44,9 +45,15 @@ def gx_bits(layer: LayerProfile | None, config: HotConfig, cheapest: int) -> int
 def over_budget(
     layer: LayerProfile | None, config: HotConfig, strategy: Strategy, bits: int
 ) -> str | None:
-    """Why ``strategy`` with ``bits`` of g_x leaves the error budget; None if it does not."""
-    if layer is None or config.error_budget is None:
+    """Why ``strategy`` with ``bits`` of g_x leaves the error budget; None if it does not.
+
+    HLA, which drops half of what g_w sums up, is not taken on trust where measuring is under way.
+    """
+    if config.error_budget is None:
         return None
+    if layer is None:
+        waits = strategy is Strategy.HLA8 and config.lqs == "auto"
+        return "not measured yet" if waits else None
     problems = [
         f"{side} error {measure.error:.2g}"
         for side, measure in _measures(layer, config, strategy, bits)

@@ -30,6 +30,8 @@ class Layer:
     """Rows of one sample, or None where rows cannot be grouped across the batch."""
     decision: Decision | None = None
     """What the plan would do to the layer."""
+    site: Site | None = None
+    """The layer as matched, for planning it anew."""
 
 
 Observer = Callable[[Layer, Tensor, "Tensor | None", "Tensor | None"], None]
@@ -85,6 +87,7 @@ def _route(graph: fx.Graph, site: Site, observer: Observer, decision: Decision |
         dtype=str(site.dtype).removeprefix("torch."),
         tokens=None if batch_problem(site) else math.prod(map(int, site.lead[1:])),
         decision=decision,
+        site=site,
     )
     products = (nodes.grad_input, nodes.grad_weight)
     first = min(node for node in products if node is not None)

@@ -81,6 +81,11 @@ class Plan:
         """The decisions that change the graph."""
         return tuple(d for d in self.decisions if d.strategy is not Strategy.EXACT)
 
+    @property
+    def choice(self) -> tuple[tuple[object, ...], ...]:
+        """What was chosen, without the reasons: equal where the code comes out the same."""
+        return tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
         decisions = [
@@ -135,7 +140,7 @@ def plan(
     Raises:
         ProfileMismatchError: the profile is of another model.
     """
-    if profile is not None and config.lqs is None:  # what was observed may lack idle layers
+    if profile is not None and config.lqs == "off":  # what was observed may lack idle layers
         profile.check(sites, config.rank)
     layers = profile.layers if profile is not None else {}
 
@@ -159,17 +164,18 @@ def _decide(
         return _decision(site, config, Strategy.EXACT, "no convolutions on this device yet")
     forced = _override(site.name, config)
     if forced is not None:
-        strategy, reason = _feasible(site, config, (forced,))
+        trusting = dataclasses.replace(config, lqs="off")
+        strategy, reason = _feasible(site, trusting, (forced,))
         return _decision(site, config, strategy, reason or "chosen by override", rates, layer)
     if excluded := _excluded(site, config):
         return _decision(site, config, Strategy.EXACT, excluded, rates)
-    tried = config.strategies if layer is None else lqs.candidates(config)
+    tried = lqs.candidates(config, layer)
     strategy, reason = _feasible(site, config, tried, layer, _gx_bits(config, rates, layer))
     if strategy is Strategy.EXACT:
         return _decision(site, config, strategy, reason or "recipe 'exact'", rates)
     decision = _decision(site, config, strategy, reason, rates, layer)
     if site.conv is not None and strategy is Strategy.HLA8 and strategy != tried[-1]:
-        decision = _without_gain(site, config, decision, tried, rates)
+        decision = _without_gain(site, config, decision, tried, rates, layer)
         strategy = decision.strategy
     if decision.predicted_gain < config.min_gain:
         why = f"not worth it: {strategy} predicted {decision.predicted_gain:.2f}x exact"
@@ -178,15 +184,21 @@ def _decide(
 
 
 def _without_gain(
-    site: Site, config: HotConfig, hla: Decision, tried: tuple[Strategy, ...], rates: Rates
+    site: Site,
+    config: HotConfig,
+    hla: Decision,
+    tried: tuple[Strategy, ...],
+    rates: Rates,
+    layer: LayerProfile | None,
 ) -> Decision:
     """``hla`` of a convolution, or the next strategy where half the rows are predicted no faster.
 
     Unlike a Linear's rows, a kernel's are transformed anew for every offset.
     """
-    strategy, reason = _feasible(site, config, tried[tried.index(Strategy.HLA8) + 1 :])
+    cheaper = tried[tried.index(Strategy.HLA8) + 1 :]
+    strategy, reason = _feasible(site, config, cheaper, layer, hla.gx_bits)
     why = "; ".join(filter(None, (f"no hla8: predicted no faster than {strategy}", reason)))
-    other = _decision(site, config, strategy, why, rates)
+    other = _decision(site, config, strategy, why, rates, layer)
     return hla if hla.predicted_gain > other.predicted_gain else other
 
 

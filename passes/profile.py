@@ -78,8 +78,8 @@ class Profile:
     """By module path, as the plan names them."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Versions and device it was measured with; not part of the content."""
-    graphs: tuple[str, ...] = ()
-    """Digests of the graphs that option ``lqs="auto"`` observed; not part of the content."""
+    graphs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How often option ``lqs="auto"`` observed each graph, by digest; not part of the content."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -88,7 +88,7 @@ class Profile:
             "format": _FORMAT,
             "version": PROFILE_VERSION,
             "environment": dict(self.environment),
-            "graphs": list(self.graphs),
+            "graphs": dict(sorted(self.graphs.items())),
             "rank": self.rank,
             "layers": layers,
         }
@@ -111,7 +111,7 @@ class Profile:
             )
         try:
             layers = {name: _layer(entry) for name, entry in data["layers"].items()}
-            graphs = tuple(str(digest) for digest in data.get("graphs", ()))
+            graphs = {digest: int(looks) for digest, looks in data.get("graphs", {}).items()}
             return cls(int(data["rank"]), layers, dict(data.get("environment", {})), graphs)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProfileFormatError(
@@ -151,12 +151,12 @@ class Profile:
 
     def merged(self, other: Profile) -> Profile:
         """This profile with the layers of ``other`` added or replaced."""
-        graphs = tuple(sorted({*self.graphs, *other.graphs}))
+        graphs = {**self.graphs, **other.graphs}
         return dataclasses.replace(self, layers={**self.layers, **other.layers}, graphs=graphs)
 
-    def of_graph(self, digest: str) -> Profile:
-        """The same, marked as made by observing this graph."""
-        return dataclasses.replace(self, graphs=(digest,))
+    def of_graph(self, digest: str, looks: int) -> Profile:
+        """The same, marked as made by observing this graph for the ``looks``-th time."""
+        return dataclasses.replace(self, graphs={digest: looks})
 
     def misfits(self, sites: Iterable[Site]) -> list[str]:
         """What of these layers the profile does not know, one line each."""

@@ -25,6 +25,16 @@ def test_options_lie_over_the_recipe():
     assert config.rows is Rows.BATCH
 
 
+def test_fast_measures_unless_told_otherwise():
+    """HLA on trust costs accuracy: only who says so, or brings a profile, gets it unobserved."""
+    assert HotConfig.from_options({"recipe": "fast"}).lqs == "auto"
+    assert HotConfig.from_options({"recipe": "fast", "lqs": "off"}).lqs == "off"
+    assert HotConfig.from_options({"recipe": "fast", "profile": "p.json"}).lqs == "off"
+    both = {"recipe": "fast", "profile": "p.json", "lqs": "auto"}
+    assert HotConfig.from_options(both).lqs == "auto"
+    assert {name for name, config in RECIPES.items() if config.lqs == "auto"} == {"fast"}
+
+
 def test_paper_is_the_papers_text():
     paper = RECIPES["paper"]
     assert paper.strategies == (Strategy.HLA8,)
@@ -55,9 +65,10 @@ def test_paper_is_the_papers_text():
         ({"keep_head": 1}, "[True, False]"),
         ({"dump": 3}, "a path"),
         ({"profile": 3}, "a path"),
-        ({"lqs": "manual"}, "['auto', None]"),
+        ({"lqs": "manual"}, "['auto', 'off']"),
         ({"lqs_warm_up": -1}, "whole number >= 0"),
         ({"lqs_batches": 1.5}, "whole number >= 1"),
+        ({"lqs_rechecks": -1}, "whole number >= 0"),
         ({"error_budget": 0}, "relative error > 0"),
         ({"memory": "some"}, "'all', 'paper', 'off'"),
         ({"memory_bits": 2}, "[4, 8]"),
@@ -114,6 +125,7 @@ def test_hash_sees_every_field():
         "lqs": "auto",
         "lqs_warm_up": 3,
         "lqs_batches": 3,
+        "lqs_rechecks": 3,
     }
     assert changed.keys() == option_names()
     hashes = {dataclasses.replace(base, **{k: v}).stable_hash() for k, v in changed.items()}

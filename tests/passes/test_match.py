@@ -230,7 +230,7 @@ def test_inference_is_untouched():
 
 
 def test_batched_rows_are_recognised_by_the_user_inputs():
-    options = {**ALWAYS, "recipe": "fast"}
+    options = {**ALWAYS, "recipe": "fast", "lqs": "off"}
     found = check(mlp(), torch.randn(16, 5, 48), options=options, floor=0.4)
     assert strategies(found) == {"0": "hla8", "2": "hla8"}
     assert found["0"].tokens == 5

@@ -71,7 +71,7 @@ def test_four_bits_where_the_device_multiplies_them_faster():
 
 
 def test_fast_groups_rows_across_the_batch():
-    decision = decide(site(), recipe="fast")
+    decision = decide(site(), recipe="fast", lqs="off")
     assert (decision.strategy, decision.rank, decision.tokens) == ("hla8", 8, 197)
 
 
@@ -83,7 +83,7 @@ def test_fast_groups_rows_across_the_batch():
     ],
 )
 def test_fast_falls_back_to_int4_with_a_reason(facts, why):
-    decision = decide(site(**facts), recipe="fast")
+    decision = decide(site(**facts), recipe="fast", lqs="off")
     assert decision.strategy == "int4"
     assert why in decision.reason
 

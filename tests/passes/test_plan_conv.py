@@ -66,11 +66,11 @@ def test_a_narrow_convolution_is_no_low_rank_factor():
 
 
 def test_half_the_rows_only_where_that_is_faster():
-    decision = decide(site(), recipe="fast")
+    decision = decide(site(), recipe="fast", lqs="off")
     assert decision.strategy == "int4"
     assert "no hla8: predicted no faster than int4" in decision.reason
     fast = dataclasses.replace(VNNI, unfold=1e15, transform=1e15, integer=3e11)
-    decision = decide(site(size=32), fast, recipe="fast", min_gain=0)
+    decision = decide(site(size=32), fast, recipe="fast", lqs="off", min_gain=0)
     assert (decision.strategy, decision.tiles, decision.tokens) == ("hla8", True, 1)
 
 
