@@ -2,11 +2,14 @@
 
     python benchmarks/layers.py --shapes vit-b --batch 8
     python benchmarks/layers.py --device cuda --dtype bfloat16 --shapes paper --json layers.json
+    python benchmarks/layers.py --device cuda --shapes paper --batch 1 --graph
 
 A strategy's time is everything that HOT adds to, or puts in place of, the two exact products:
 storing x in the forward, quantising grad_output and the weight, both integer products with their
 epilogues.
-Methods run interleaved within one process on fresh random inputs; the figure is the median.
+Methods run interleaved within one process on fresh random inputs; the figure is the median. With
+``--graph`` every method, exact too, is captured in a CUDA graph and replayed: what a layer costs
+within a captured step, where the host's calls cost nothing.
 """
 
 from __future__ import annotations
@@ -192,25 +195,53 @@ def milliseconds(call: Callable[[], None], device: torch.device, repeats: int) -
     return (time.perf_counter() - begin) * 1e3 / repeats
 
 
+def captured(call: Callable[[], None], repeats: int) -> Callable[[], None]:
+    """Replays a CUDA graph of ``repeats`` calls in a row."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return graph.replay
+
+
+def random_operands(layer: Layer, rows: int, dtype: torch.dtype, device: torch.device) -> Operands:
+    """Gaussian tensors of the layer's shapes."""
+    shapes = ((rows, layer.outputs), (layer.outputs, layer.inputs), (rows, layer.inputs))
+    return Operands(*(torch.randn(s, dtype=dtype, device=device) for s in shapes))
+
+
 def measure(
-    layer: Layer, batch: int, dtype: torch.dtype, device: torch.device, rounds: int
+    layer: Layer,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    graph: bool = False,
 ) -> Timing:
-    """Times all methods on one layer, interleaved; the first of ``rounds + 1`` rounds warms up."""
+    """Times all methods on one layer, interleaved; the first of ``rounds + 1`` rounds warms up.
+
+    ``graph``: as CUDA graphs, captured once and given fresh numbers every round.
+    """
     rows = batch * layer.length
     tokens = layer.length if batch % 16 == 0 else 1  # hla8 groups across the batch when it can
     rates = pricing(device)
     if isinstance(rates, str):
         raise typer.BadParameter(rates)
     timing = Timing(layer, rows, planned(layer, rows, dtype, rates))
+    repeats = 10 if device.type == "cuda" else 1
+    operands = random_operands(layer, rows, dtype, device)
+    calls = {n: partial(m, operands, tokens, rates.one_read) for n, m in METHODS.items()}
+    if graph:
+        calls = {name: captured(call, repeats) for name, call in calls.items()}
     for number in range(rounds + 1):
-        shapes = ((rows, layer.outputs), (layer.outputs, layer.inputs), (rows, layer.inputs))
-        operands = Operands(*(torch.randn(s, dtype=dtype, device=device) for s in shapes))
-        for name, method in METHODS.items():
-            repeats = 10 if device.type == "cuda" else 1
-            call = partial(method, operands, tokens, rates.one_read)
-            spent = milliseconds(call, device, repeats)
+        for tensor in (operands.grad_output, operands.weight, operands.x):
+            tensor.normal_()
+        for name, call in calls.items():
+            once = milliseconds(call, device, 1 if graph else repeats)
             if number > 0:
-                timing.add(name, spent)
+                timing.add(name, once / repeats if graph else once)
     return timing
 
 
@@ -238,9 +269,9 @@ def table_of(timings: list[Timing], title: str) -> Table:
         table.add_column("x", justify="right", style="bold")
     table.add_column("planned")
     for t in timings:
-        cells = [t.layer.name, t.rows, t.layer.outputs, t.layer.inputs, f"{t.median('exact'):.2f}"]
+        cells = [t.layer.name, t.rows, t.layer.outputs, t.layer.inputs, f"{t.median('exact'):.3f}"]
         for name in strategies:
-            cells += [f"{t.median(name):.2f}", f"{t.speedup(name):.2f}"]
+            cells += [f"{t.median(name):.3f}", f"{t.speedup(name):.2f}"]
         table.add_row(*map(str, cells), t.planned)
     means = [f"{geometric_mean([t.speedup(n) for t in timings]):.2f}" for n in strategies]
     table.add_section()
@@ -254,21 +285,29 @@ def main(
     batch: Annotated[int, typer.Option(help="samples; rows = samples x length")] = 8,
     shapes: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "vit-b",
     rounds: Annotated[int, typer.Option(help="timed rounds after one of warm-up")] = 9,
+    graph: Annotated[bool, typer.Option(help="replay captured CUDA graphs")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
 ) -> None:
     """Measure, print a table, and write JSON on request."""
     if shapes not in SHAPES:
         raise typer.BadParameter(f"got {shapes!r}; expected one of {', '.join(SHAPES)}")
+    if graph and device != "cuda":
+        raise typer.BadParameter("got --graph on a CPU; CUDA graphs want --device cuda")
     build.load(device)
     torch.manual_seed(0)
     target = torch.device(device)
     timings = [
-        measure(layer, batch, getattr(torch, dtype), target, rounds) for layer in SHAPES[shapes]
+        measure(layer, batch, getattr(torch, dtype), target, rounds, graph)
+        for layer in SHAPES[shapes]
     ]
     where = (
         torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
     )
-    title = f"layer backward, {device} ({where}), {dtype}, batch {batch}, torch {torch.__version__}"
+    way = "captured graphs, " if graph else ""
+    title = (
+        f"layer backward, {way}{device} ({where}), {dtype}, batch {batch}, "
+        f"torch {torch.__version__}"
+    )
     Console(width=120).print(table_of(timings, title))
     if json_file:
         facts = {"title": title, "layers": [asdict(t) for t in timings]}

@@ -17,6 +17,8 @@ L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
 """Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
 VARIABLES = (L, O, I, E, R)
 ZERO = sympy.Integer(0)
+PACKING = sympy.Rational(3, 2)
+"""Bytes moved to pack an INT8 value two to a byte."""
 INT4_BYTES = sympy.Rational(17, 32)
 """Packed INT4 with a bf16 scale and minimum per 128 rows."""
 
@@ -55,12 +57,13 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """One side of a comparison, symbolic: floating and integer operations, bytes moved by passes,
-    elements that integer products write, operator calls.
+    """One side of a comparison, symbolic: floating, INT8 and INT4 operations, bytes moved by
+    passes, elements that integer products write, operator calls.
     """
 
     flops: sympy.Expr = ZERO
     int_ops: sympy.Expr = ZERO
+    int4_ops: sympy.Expr = ZERO
     bytes: sympy.Expr = ZERO
     results: sympy.Expr = ZERO
     calls: int = 0
@@ -69,6 +72,7 @@ class Cost:
         return Cost(
             self.flops + other.flops,
             self.int_ops + other.int_ops,
+            self.int4_ops + other.int4_ops,
             self.bytes + other.bytes,
             self.results + other.results,
             self.calls + other.calls,
@@ -81,8 +85,14 @@ def exact_cost(gx: bool, gw: bool) -> Cost:
     return Cost(flops=2 * L * O * I * products, calls=products)
 
 
-def gx_cost() -> Cost:
-    """HQ: W transformed and quantised, integer product, epilogue. g_y's pass is counted apart."""
+def gx_cost(packed: bool = False) -> Cost:
+    """HQ: W transformed and quantised, integer product, epilogue. g_y's pass is counted apart.
+
+    ``packed``: an INT4 product; W is packed two values a byte in a pass of its own.
+    """
+    if packed:
+        passes = O * I * (E + 1 + PACKING)
+        return Cost(int4_ops=2 * L * O * I, bytes=passes, results=L * I, calls=2)
     return Cost(int_ops=2 * L * O * I, bytes=O * I * (E + 1), results=L * I, calls=2)
 
 
@@ -98,14 +108,18 @@ def gw_cost(strategy: Strategy) -> Cost:
     return product + packed + Cost(bytes=L * I * (INT4_BYTES + 1), calls=1)
 
 
-def grad_cost(strategy: Strategy, gx: bool, gw: bool) -> Cost:
-    """Quantising g_y: one read for the rows, a second one where columns need their absmax first."""
+def grad_cost(strategy: Strategy, gx: bool, gw: bool, packed: bool = False) -> Cost:
+    """Quantising g_y: one read for the rows, a second one where columns need their absmax first.
+
+    ``packed``: the rows are written two values a byte.
+    """
+    rows = sympy.Rational(1, 2) if packed else sympy.Integer(1)
     reads = E if gx or strategy is Strategy.HLA8 else 2 * E
     if gw and strategy is not Strategy.GX_ONLY:
         reads = 2 * E
         kept = R / 16 if strategy is Strategy.HLA8 else sympy.Integer(1)
-        return Cost(bytes=L * O * (reads + kept + int(gx)), calls=1)
-    return Cost(bytes=L * O * (reads + 1), calls=1)
+        return Cost(bytes=L * O * (reads + kept + int(gx) * rows), calls=1)
+    return Cost(bytes=L * O * (reads + rows), calls=1)
 
 
 def shared_cost(strategy: Strategy) -> Cost:
@@ -118,15 +132,17 @@ def shared_cost(strategy: Strategy) -> Cost:
 
 
 @cache
-def hot_cost(strategy: Strategy, gx: bool, gw: bool, shared: bool = False) -> Cost:
+def hot_cost(
+    strategy: Strategy, gx: bool, gw: bool, shared: bool = False, packed: bool = False
+) -> Cost:
     """Everything HOT adds and replaces for one layer."""
     if strategy is Strategy.EXACT or strategy in BASELINES:
         return exact_cost(gx, gw)
     if shared:
         return shared_cost(strategy)
-    cost = grad_cost(strategy, gx, gw)
+    cost = grad_cost(strategy, gx, gw, gx and packed)
     if gx:
-        cost += gx_cost()
+        cost += gx_cost(packed)
     if gw:
         cost += exact_cost(False, True) if strategy is Strategy.GX_ONLY else gw_cost(strategy)
     return cost
@@ -150,6 +166,7 @@ def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
     return (
         cost.flops / rates.exact[dtype]
         + cost.int_ops / rates.integer
+        + cost.int4_ops / rates.int4
         + (cost.bytes + cost.results * (8 * rates.int32_result + E)) / rates.transform
         + cost.calls * rates.launch
     )
@@ -185,7 +202,8 @@ def predicted_gain(
     dtype: str,
     shape: Shape,
     shared: bool = False,
+    packed: bool = False,
 ) -> float:
     """How many times faster than exact the layer's backward is predicted to be."""
-    ours = at(seconds(hot_cost(strategy, gx, gw, shared), rates, dtype), shape)
+    ours = at(seconds(hot_cost(strategy, gx, gw, shared, packed), rates, dtype), shape)
     return at(seconds(exact_cost(gx, gw), rates, dtype), shape) / ours if ours else 1.0

@@ -52,11 +52,12 @@ RATES: dict[str, Rates] = {
         fold=0.12e12,
         one_read=True,
     ),
-    # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice.
+    # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice. INT4
+    # has tensor cores of its own up to compute capability 8.9 (docs/adr/0008).
     "sm80": Rates(
         exact={"float32": 17e12, "tfloat32": 110e12, "bfloat16": 220e12, "float16": 220e12},
         integer=400e12,
-        int4=400e12,
+        int4=800e12,
         transform=1.2e12,
         launch=4e-6,
         convolution={"float32": 16e12, "tfloat32": 90e12, "bfloat16": 170e12, "float16": 170e12},
@@ -67,7 +68,7 @@ RATES: dict[str, Rates] = {
     "sm86": Rates(
         exact={"float32": 25e12, "tfloat32": 30e12, "bfloat16": 60e12, "float16": 60e12},
         integer=200e12,
-        int4=200e12,
+        int4=400e12,
         transform=0.7e12,
         launch=4e-6,
         convolution={"float32": 22e12, "tfloat32": 27e12, "bfloat16": 50e12, "float16": 50e12},

@@ -58,6 +58,8 @@ class Decision:
     """HLA's 16 rows are a tile of a convolution's positions, not consecutive ones."""
     shared: bool = False
     """g_y is quantised once, to 8 bits, for both products (docs/adr/0005)."""
+    packed: bool = False
+    """g_x's operands are packed two values a byte, for INT4 tensor cores (docs/adr/0008)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _decide(
     if excluded := _excluded(site, config):
         return _decision(site, config, Strategy.EXACT, excluded, rates)
     tried = lqs.candidates(config, layer)
-    strategy, reason = _feasible(site, config, tried, layer, _gx_bits(config, rates, layer))
+    strategy, reason = _feasible(site, config, tried, layer, _gx_bits(site, config, rates, layer))
     if strategy is Strategy.EXACT:
         return _decision(site, config, strategy, reason or "recipe 'exact'", rates)
     decision = _decision(site, config, strategy, reason, rates, layer)
@@ -288,15 +290,16 @@ def _decision(
         rank=config.rank,
     )
     dtype = str(site.dtype).removeprefix("torch.")
-    gain, gx_bits = 1.0, _gx_bits(config, rates, layer)
+    gain, gx_bits = 1.0, _gx_bits(site, config, rates, layer)
     rank = config.rank if hla or strategy is Strategy.LBP_WHT else 0
     shared = gx_bits == 8 and config.per_channel and _shares(site, strategy, rank, rates)
+    packed = gx and gx_bits == 4 and _multiplies_int4(site, rates)
     if site.conv is not None:
         priced = None if strategy is Strategy.EXACT else rates
         gain, before, after = conv_numbers(site, strategy, priced, shape, config.rows)
     else:
         if strategy is not Strategy.EXACT and rates is not None:
-            gain = predicted_gain(strategy, gx, gw, rates, dtype, shape, shared)
+            gain = predicted_gain(strategy, gx, gw, rates, dtype, shape, shared, packed)
         before, after = int(at(saved_bytes(Strategy.EXACT), shape)), _saved(strategy, shape)
     return Decision(
         site=site.name,
@@ -316,6 +319,7 @@ def _decision(
         bytes_after=after if gw else 0,
         tiles=hla and site.conv is not None and config.rows is Rows.BATCH,
         shared=shared,
+        packed=packed and strategy is not Strategy.EXACT and strategy not in BASELINES,
     )
 
 
@@ -326,13 +330,14 @@ def _shares(site: Site, strategy: Strategy, rank: int, rates: Rates | None) -> b
     return both and stored and rank in SHARED_RANKS and rates is not None and rates.one_read
 
 
-def _gx_bits(config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:
-    return lqs.gx_bits(layer, config, _free_bits(rates))
-
-
-def _free_bits(rates: Rates | None) -> int:
+def _gx_bits(site: Site, config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:
     """4 bits only where they buy speed: INT4 values carried as INT8 cost what INT8 costs."""
-    return 4 if rates is not None and rates.int4 > rates.integer else 8
+    return lqs.gx_bits(layer, config, 4 if _multiplies_int4(site, rates) else 8)
+
+
+def _multiplies_int4(site: Site, rates: Rates | None) -> bool:
+    """The device multiplies INT4 faster than INT8, and there is an operator that does: Linear's."""
+    return site.conv is None and rates is not None and rates.int4 > rates.integer
 
 
 def _saved(strategy: Strategy, shape: Shape) -> int:

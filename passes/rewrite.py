@@ -156,11 +156,11 @@ def _quantize_grad(
     if gx and gw:
         per_row = d.per_channel or d.per_token
         args: tuple[Any, ...] = (g, d.gx_bits, per_row, d.rank, d.tokens, d.per_channel)
-        parts = b.parts(b.call(at, False, at, ops.quantize_grad.default, *args))
+        parts = b.parts(b.call(at, False, at, ops.quantize_grad.default, *args, *_packed(d)))
         return parts[:2], parts[2:]
     if gx:
         args = (g, d.gx_bits, d.per_channel or d.per_token, True)
-        return b.parts(b.call(at, False, at, ops.quantize_rows.default, *args)), ()
+        return b.parts(b.call(at, False, at, ops.quantize_rows.default, *args, *_packed(d))), ()
     args = (g, d.rank, d.tokens, 8, d.per_channel, True)
     return (), b.parts(b.call(at, False, at, ops.quantize_columns.default, *args))
 
@@ -171,12 +171,18 @@ def _quantize_weight(b: Builder, d: Decision, at: fx.Node) -> tuple[fx.Node, fx.
     assert isinstance(nodes, SiteNodes)
     w = nodes.weight
     if nodes.weight_is_io:
-        node = b.call(at, False, at, ops.quantize_rows.default, w, d.gx_bits, d.per_channel, False)
+        args: tuple[Any, ...] = (w, d.gx_bits, d.per_channel, False, *_packed(d))
+        node = b.call(at, False, at, ops.quantize_rows.default, *args)
     else:
-        args = (w, 16, 1, d.gx_bits, d.per_channel, False)
+        args = (w, 16, 1, d.gx_bits, d.per_channel, False, *_packed(d))
         node = b.call(at, False, at, ops.quantize_columns.default, *args)
     q, scale, *_ = b.parts(node)
     return q, scale
+
+
+def _packed(d: Decision) -> tuple[bool, ...]:
+    """The operators' last argument, which graphs show only where it says something."""
+    return (True,) if d.packed else ()
 
 
 def _pin(x: fx.Node) -> None:

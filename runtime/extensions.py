@@ -71,6 +71,7 @@ _CPU_SOURCES = (
     Source("cpu/quantize_rows.cpp"),
     Source("cpu/quantize_columns.cpp"),
     Source("cpu/int4.cpp"),
+    Source("cpu/packed.cpp"),
     Source("cpu/shared.cpp"),
     Source("cpu/scaled_int_mm.cpp"),
     Source("cpu/int_product.cpp"),

@@ -30,14 +30,16 @@ SHARED_RANKS = (0, 8)
 
 SCHEMAS = {
     "quantize_rows": (
-        "(Tensor x, int bits, bool per_row, bool stochastic) -> (Tensor q, Tensor scale)"
+        "(Tensor x, int bits, bool per_row, bool stochastic, bool packed=False)"
+        " -> (Tensor q, Tensor scale)"
     ),
     "quantize_columns": (
-        "(Tensor x, int rank, SymInt tokens, int bits, bool per_column, bool stochastic)"
-        " -> (Tensor q, Tensor scale, Tensor total)"
+        "(Tensor x, int rank, SymInt tokens, int bits, bool per_column, bool stochastic,"
+        " bool packed=False) -> (Tensor q, Tensor scale, Tensor total)"
     ),
     "quantize_grad": (
-        "(Tensor grad_output, int row_bits, bool per_row, int rank, SymInt tokens, bool per_column)"
+        "(Tensor grad_output, int row_bits, bool per_row, int rank, SymInt tokens, bool per_column,"
+        " bool packed=False)"
         " -> (Tensor row_q, Tensor row_scale, Tensor col_q, Tensor col_scale, Tensor col_total)"
     ),
     "compress_int4": "(Tensor x) -> (Tensor packed, Tensor scale, Tensor minimum)",
@@ -98,27 +100,42 @@ def contracted_rows(rows: int, rank: int, tokens: int) -> int:
     return round_up(rank * blocks, CONTRACT_ALIGN)
 
 
+def _quantised(like: Tensor, rows: int, contracted: int, packed: bool) -> Tensor:
+    """An operand of the integer product: int8, or INT4 with two values a byte."""
+    if packed:
+        return like.new_empty((rows, contracted // 2), dtype=torch.uint8)
+    return like.new_empty((rows, contracted), dtype=torch.int8)
+
+
 def unit_rows(rank: int) -> int:
     """Contracted rows that one unit of 16 rows becomes, for the ranks in ``SHARED_RANKS``."""
     return rank or HADAMARD_ORDER
 
 
 @torch.library.register_fake("hot::quantize_rows")
-def _(x: Tensor, bits: int, per_row: bool, stochastic: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, bits: int, per_row: bool, stochastic: bool, packed: bool = False
+) -> tuple[Tensor, Tensor]:
     rows, cols = x.shape
     return (
-        x.new_empty((rows, round_up(cols, CONTRACT_ALIGN)), dtype=torch.int8),
+        _quantised(x, rows, round_up(cols, CONTRACT_ALIGN), packed),
         x.new_empty((rows,), dtype=torch.float32),
     )
 
 
 @torch.library.register_fake("hot::quantize_columns")
 def _(
-    x: Tensor, rank: int, tokens: int, bits: int, per_column: bool, stochastic: bool
+    x: Tensor,
+    rank: int,
+    tokens: int,
+    bits: int,
+    per_column: bool,
+    stochastic: bool,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, cols = x.shape
     return (
-        x.new_empty((cols, contracted_rows(rows, rank, tokens)), dtype=torch.int8),
+        _quantised(x, cols, contracted_rows(rows, rank, tokens), packed),
         x.new_empty((cols,), dtype=torch.float32),
         x.new_empty((cols,), dtype=torch.float32),
     )
@@ -126,11 +143,17 @@ def _(
 
 @torch.library.register_fake("hot::quantize_grad")
 def _(
-    grad_output: Tensor, row_bits: int, per_row: bool, rank: int, tokens: int, per_column: bool
+    grad_output: Tensor,
+    row_bits: int,
+    per_row: bool,
+    rank: int,
+    tokens: int,
+    per_column: bool,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     ops = torch.ops.hot
     return (
-        *ops.quantize_rows(grad_output, row_bits, per_row, True),
+        *ops.quantize_rows(grad_output, row_bits, per_row, True, packed),
         *ops.quantize_columns(grad_output, rank, tokens, 8, per_column, True),
     )
 

@@ -98,18 +98,37 @@ def _absmax(x: Tensor, dim: int, each: bool) -> Tensor:
     return per if each else per.amax().expand_as(per).contiguous()
 
 
-def quantize_rows(x: Tensor, bits: int, per_row: bool, stochastic: bool) -> tuple[Tensor, Tensor]:
+def pack_int4(q: Tensor) -> Tensor:
+    """INT4 values in int8 [R, K], K even -> uint8 [R, K / 2], entry 2k in the low nibble of byte k.
+
+    Two's complement, the layout of INT4 tensor cores' operands (docs/adr/0008).
+    """
+    low, high = q[:, 0::2].to(torch.uint8) & 15, q[:, 1::2].to(torch.uint8) & 15
+    return low | (high << 4)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Inverse of ``pack_int4``."""
+    nibbles = torch.stack((packed & 15, packed >> 4), 2).flatten(1).to(torch.int8)
+    return nibbles - 16 * (nibbles > 7)
+
+
+def quantize_rows(
+    x: Tensor, bits: int, per_row: bool, stochastic: bool, packed: bool = False
+) -> tuple[Tensor, Tensor]:
     """HQ along the columns (paper, section 4.1): HT16 of each row, then symmetric quantisation.
 
     x: [R, C] float. Returns q int8 [R, C rounded up to 32] and scale fp32 [R] (one value repeated
-    when not ``per_row``). q * scale[:, None] approximates the transformed rows.
+    when not ``per_row``). q * scale[:, None] approximates the transformed rows. ``packed`` (4 bits
+    only): q is packed two values a byte, see ``pack_int4``.
     """
     rows, cols = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, round_up(cols, CONTRACT_ALIGN) - cols))
     blocks = padded.reshape(rows, padded.shape[1] // HADAMARD_ORDER, HADAMARD_ORDER)
     values = hadamard(blocks).reshape(padded.shape)
     scale, reciprocal = scale_of(_absmax(values, 1, per_row), bits)
-    return quantize(values, reciprocal.unsqueeze(1), bits, stochastic), scale
+    q = quantize(values, reciprocal.unsqueeze(1), bits, stochastic)
+    return pack_int4(q) if packed else q, scale
 
 
 def _transform_rows(x: Tensor, rank: int, tokens: int) -> Tensor:
@@ -128,33 +147,47 @@ def _transform_rows(x: Tensor, rank: int, tokens: int) -> Tensor:
 
 
 def quantize_columns(
-    x: Tensor, rank: int, tokens: int, bits: int, per_column: bool, stochastic: bool
+    x: Tensor,
+    rank: int,
+    tokens: int,
+    bits: int,
+    per_column: bool,
+    stochastic: bool,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Transform along the rows, quantise per column, write transposed (K contiguous).
 
     x: [R, C] float with R a multiple of ``tokens``. rank 0: no transform; 1..16: HLA(rank) in
     groups of 16 rows, see ``_transform_rows`` (16 is the full transform). Returns q int8 [C, K]
     with K = ``contracted_rows(R, rank, tokens)`` (tail zero), scale fp32 [C] and total fp32 [C] =
-    scale * (sum of q over K), the rank-1 companion of a zero point on the other operand.
+    scale * (sum of q over K), the rank-1 companion of a zero point on the other operand. ``packed``
+    as in ``quantize_rows``.
     """
     rows = x.shape[0]
     values = x.float() if rank == 0 else _transform_rows(x.float(), rank, tokens)
     scale, reciprocal = scale_of(_absmax(values, 0, per_column), bits)
     values = _pad_rows(values, contracted_rows(rows, rank, tokens)).t().contiguous()
     q = quantize(values, reciprocal.unsqueeze(1), bits, stochastic)
-    return q, scale, scale * q.sum(1, dtype=torch.int32).float()
+    total = scale * q.sum(1, dtype=torch.int32).float()
+    return pack_int4(q) if packed else q, scale, total
 
 
 def quantize_grad(
-    grad_output: Tensor, row_bits: int, per_row: bool, rank: int, tokens: int, per_column: bool
+    grad_output: Tensor,
+    row_bits: int,
+    per_row: bool,
+    rank: int,
+    tokens: int,
+    per_column: bool,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Both quantised forms of grad_output [L, O]: for g_x (rows) and for g_w (columns, INT8).
 
     ``quantize_rows`` and ``quantize_columns`` with stochastic rounding, one operator so that a
-    provider can share the reading of grad_output.
+    provider can share the reading of grad_output. ``packed``: the rows' INT4 values.
     """
     return (
-        *quantize_rows(grad_output, row_bits, per_row, True),
+        *quantize_rows(grad_output, row_bits, per_row, True, packed),
         *quantize_columns(grad_output, rank, tokens, 8, per_column, True),
     )
 
@@ -245,7 +278,10 @@ def scaled_int_mm(
 
     out = (a b^T) * a_scale[:, None] * b_scale[None, :] (+ row_term[:, None] * col_term[None, :]).
     The integer sum is exact for any K (int64 here; providers split K before int32 can overflow).
+    Both operands may be INT4 packed as in ``pack_int4`` (uint8 [M, K / 2] and [N, K / 2]).
     """
+    if a.dtype == b.dtype == torch.uint8:
+        a, b = unpack_int4(a), unpack_int4(b)
     product = (a.double() @ b.double().t()).to(torch.float32)
     out = product * a_scale.unsqueeze(1) * b_scale
     if row_term is not None and col_term is not None:

@@ -19,41 +19,56 @@ const Kernels& kernels_named(const std::string& isa) {
   return *kernels;
 }
 
+std::tuple<Tensor, Tensor> rows(const Kernels& kernels, const Tensor& x, int64_t bits, bool per_row,
+                                bool stochastic, bool packed, const char* op) {
+  auto [q, scale] = cpu::quantize_rows(kernels, x, bits, per_row, stochastic);
+  return {packed ? cpu::pack_int4(q, bits, op) : q, scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor> columns(const Kernels& kernels, const Tensor& x, int64_t rank,
+                                           int64_t tokens, int64_t bits, bool per_column,
+                                           bool stochastic, bool packed) {
+  auto [q, scale, total] =
+      cpu::quantize_columns(kernels, x, rank, tokens, bits, per_column, stochastic);
+  return {packed ? cpu::pack_int4(q, bits, "quantize_columns") : q, scale, total};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> grad(const Kernels& kernels,
                                                         const Tensor& grad_output, int64_t row_bits,
                                                         bool per_row, int64_t rank, int64_t tokens,
-                                                        bool per_column) {
+                                                        bool per_column, bool packed) {
   check_2d(grad_output, "quantize_grad", "grad_output");
   Tensor g = as_contiguous(grad_output);
-  return std::tuple_cat(cpu::quantize_rows(kernels, g, row_bits, per_row, true),
+  return std::tuple_cat(rows(kernels, g, row_bits, per_row, true, packed, "quantize_grad"),
                         cpu::quantize_columns(kernels, g, rank, tokens, 8, per_column, true));
 }
 
 // Boxing wants plain functions; each pair below differs in where the kernels come from.
 
-auto quantize_rows(Tensor x, int64_t bits, bool per_row, bool stochastic) {
-  return cpu::quantize_rows(best_kernels(), x, bits, per_row, stochastic);
+auto quantize_rows(Tensor x, int64_t bits, bool per_row, bool stochastic, bool packed) {
+  return rows(best_kernels(), x, bits, per_row, stochastic, packed, "quantize_rows");
 }
-auto quantize_rows_isa(Tensor x, int64_t bits, bool per_row, bool stochastic, std::string isa) {
-  return cpu::quantize_rows(kernels_named(isa), x, bits, per_row, stochastic);
+auto quantize_rows_isa(Tensor x, int64_t bits, bool per_row, bool stochastic, bool packed,
+                       std::string isa) {
+  return rows(kernels_named(isa), x, bits, per_row, stochastic, packed, "quantize_rows");
 }
 
 auto quantize_columns(Tensor x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
-                      bool stochastic) {
-  return cpu::quantize_columns(best_kernels(), x, rank, tokens, bits, per_column, stochastic);
+                      bool stochastic, bool packed) {
+  return columns(best_kernels(), x, rank, tokens, bits, per_column, stochastic, packed);
 }
 auto quantize_columns_isa(Tensor x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
-                          bool stochastic, std::string isa) {
-  return cpu::quantize_columns(kernels_named(isa), x, rank, tokens, bits, per_column, stochastic);
+                          bool stochastic, bool packed, std::string isa) {
+  return columns(kernels_named(isa), x, rank, tokens, bits, per_column, stochastic, packed);
 }
 
 auto quantize_grad(Tensor grad_output, int64_t row_bits, bool per_row, int64_t rank, int64_t tokens,
-                   bool per_column) {
-  return grad(best_kernels(), grad_output, row_bits, per_row, rank, tokens, per_column);
+                   bool per_column, bool packed) {
+  return grad(best_kernels(), grad_output, row_bits, per_row, rank, tokens, per_column, packed);
 }
 auto quantize_grad_isa(Tensor grad_output, int64_t row_bits, bool per_row, int64_t rank,
-                       int64_t tokens, bool per_column, std::string isa) {
-  return grad(kernels_named(isa), grad_output, row_bits, per_row, rank, tokens, per_column);
+                       int64_t tokens, bool per_column, bool packed, std::string isa) {
+  return grad(kernels_named(isa), grad_output, row_bits, per_row, rank, tokens, per_column, packed);
 }
 
 auto compress_int4(Tensor x) { return cpu::compress_int4(best_kernels(), x); }

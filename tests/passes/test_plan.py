@@ -70,6 +70,16 @@ def test_four_bits_where_the_device_multiplies_them_faster():
     assert decide(site(), AMPERE_LIKE, gx_bits=8).gx_bits == 8
 
 
+def test_a_device_with_int4_tensor_cores_gets_packed_operands():
+    faster, carried = (decide(site(), RATES["sm80"], gx_bits=bits) for bits in (None, 8))
+    assert (faster.gx_bits, faster.packed) == (4, True)
+    assert (carried.gx_bits, carried.packed) == (8, False)
+    assert faster.predicted_gain > carried.predicted_gain
+    assert not decide(site(), RATES["sm90"], recipe="paper").packed  # Hopper would emulate them
+    assert decide(site(), RATES["sm86"], recipe="paper").packed
+    assert not decide(site(gx=False), RATES["sm80"], gx_bits=4).packed
+
+
 def test_fast_groups_rows_across_the_batch():
     decision = decide(site(), recipe="fast", lqs="off")
     assert (decision.strategy, decision.rank, decision.tokens) == ("hla8", 8, 197)

@@ -14,11 +14,11 @@ ISAS = ("scalar", "avx2", "avx512")
 
 @pytest.fixture(scope="session", autouse=True)
 def isa_library():
-    """``hot_isa``: every operator of ``hot`` with an ISA's name as a last argument."""
+    """``hot_isa``: every operator of ``hot`` with an ISA's name as a keyword."""
     build.load("cpu")
     library = torch.library.Library("hot_isa", "DEF")
     for name, schema in ops.SCHEMAS.items():
-        library.define(name + schema.replace(") ->", ", str isa) ->", 1))
+        library.define(name + schema.replace(") ->", ", *, str isa) ->", 1))
     return library
 
 
@@ -29,7 +29,7 @@ def seeded():
 
 def _machine_runs(isa: str) -> bool:
     try:
-        torch.ops.hot_isa.quantize_rows(torch.ones(1, 1), 8, True, False, isa)
+        torch.ops.hot_isa.quantize_rows(torch.ones(1, 1), 8, True, False, isa=isa)
     except RuntimeError:
         return False
     return True
@@ -41,7 +41,7 @@ def provider(request) -> Callable:
     isa = request.param
     if not _machine_runs(isa):
         pytest.skip(f"this machine or build has no {isa}")
-    return lambda name, *args: getattr(torch.ops.hot_isa, name)(*args, isa)
+    return lambda name, *args: getattr(torch.ops.hot_isa, name)(*args, isa=isa)
 
 
 @pytest.fixture(scope="session")

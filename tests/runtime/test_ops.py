@@ -91,4 +91,4 @@ def test_mistakes_are_explained(name, args, message):
 
 def test_unknown_isa_is_refused():
     with pytest.raises(RuntimeError, match="expected an ISA that this machine has of scalar"):
-        torch.ops.hot_isa.compress_int4(X, "sse2")
+        torch.ops.hot_isa.compress_int4(X, isa="sse2")

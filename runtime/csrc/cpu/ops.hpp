@@ -26,6 +26,9 @@ std::tuple<Tensor, Tensor> compress_int8(const Kernels&, const Tensor& x, int64_
 /// `minimum` is null for INT8 storage.
 std::tuple<Tensor, Tensor> rescale(const Kernels&, const Tensor& stored, const Tensor& scale,
                                    const Tensor* minimum, const Tensor& fold, const Tensor& peak);
+/// INT4 values in int8 [rows, k] -> uint8 [rows, k / 2], the even entries in the low nibbles.
+Tensor pack_int4(const Tensor& q, int64_t bits, const char* op);
+Tensor unpack_int4(const Tensor& packed);
 Tensor scaled_int_mm(const Kernels&, const Tensor& a, const Tensor& b, const Tensor& a_scale,
                      const Tensor& b_scale, const std::optional<Tensor>& row_term,
                      const std::optional<Tensor>& col_term, ScalarType out_dtype);

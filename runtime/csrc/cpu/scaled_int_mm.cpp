@@ -23,12 +23,14 @@ std::vector<Tensor> products(const Kernels& kernels, const Tensor& a, const Tens
   return parts;
 }
 
+bool is_packed(const Tensor& t) { return t.dim() == 2 && t.scalar_type() == ScalarType::Byte; }
+
 void check_arguments(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                      const Tensor& b_scale) {
   check_2d(a, kOp, "a");
   check_2d(b, kOp, "b");
-  check_dtype(a, ScalarType::Char, kOp, "a", "int8");
-  check_dtype(b, ScalarType::Char, kOp, "b", "int8");
+  check_dtype(a, ScalarType::Char, kOp, "a", "int8 (or both operands uint8: packed INT4)");
+  check_dtype(b, ScalarType::Char, kOp, "b", "int8 (or both operands uint8: packed INT4)");
   HOT_CHECK(a.size(1) == b.size(1), kOp, "expected a [M, K] and b [N, K] of one K; got ",
             shape_of(a), " and ", shape_of(b));
   check_dtype(a_scale, ScalarType::Float, kOp, "a_scale", "float32");
@@ -39,10 +41,13 @@ void check_arguments(const Tensor& a, const Tensor& b, const Tensor& a_scale,
 
 }  // namespace
 
-Tensor scaled_int_mm(const Kernels& kernels, const Tensor& a_in, const Tensor& b_in,
+Tensor scaled_int_mm(const Kernels& kernels, const Tensor& a_given, const Tensor& b_given,
                      const Tensor& a_scale, const Tensor& b_scale,
                      const std::optional<Tensor>& row_term, const std::optional<Tensor>& col_term,
                      ScalarType out_dtype) {
+  const bool packed = is_packed(a_given) && is_packed(b_given);
+  Tensor a_in = packed ? unpack_int4(as_contiguous(a_given)) : a_given;
+  Tensor b_in = packed ? unpack_int4(as_contiguous(b_given)) : b_given;
   check_arguments(a_in, b_in, a_scale, b_scale);
   HOT_CHECK(row_term.has_value() == col_term.has_value(), kOp,
             "expected row_term and col_term both or neither; got one");

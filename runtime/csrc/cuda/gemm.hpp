@@ -8,9 +8,10 @@
 
 namespace hot {
 
-// out = a b^T with a [m, k], b [n, k] int8, k contiguous. Fused kernels multiply by a_scale[m] *
-// b_scale[n] and add row_term[m] * col_term[n] (null: no such term); int32 kernels write the sums.
-// batch > 1 cuts the contracted dimension: slice s starts s * k further, its sums go to slab s.
+// out = a b^T with a [m, k], b [n, k] int8 or packed INT4 (int4_*), k contiguous; lda and ldb count
+// elements. Fused kernels multiply by a_scale[m] * b_scale[n] and add row_term[m] * col_term[n]
+// (null: no such term); int32 kernels write the sums. batch > 1 cuts the contracted dimension:
+// slice s starts s * k further, its sums go to slab s.
 struct GemmProblem {
   const int8_t* a;
   const int8_t* b;
@@ -39,6 +40,15 @@ HOT_GEMM_SM90(bf16_128x192);
 HOT_GEMM_SM90(bf16_64x128);
 #undef HOT_GEMM_SM90
 
-void gemm_sm80_s32(const GemmProblem&);
+#define HOT_GEMM_SM80(name) void gemm_sm80_##name(const GemmProblem&)
+HOT_GEMM_SM80(s32);
+HOT_GEMM_SM80(bf16);
+HOT_GEMM_SM80(fp16);
+HOT_GEMM_SM80(fp32);
+HOT_GEMM_SM80(int4_s32);
+HOT_GEMM_SM80(int4_bf16);
+HOT_GEMM_SM80(int4_fp16);
+HOT_GEMM_SM80(int4_fp32);
+#undef HOT_GEMM_SM80
 
 }  // namespace hot

@@ -30,6 +30,11 @@ constexpr Candidate kFused[] = {
 };
 constexpr Candidate kSums = {gemm_sm90_s32_128x128, OutType::kFp32, 128, 128, 6.3e6, 1.1};
 #endif
+constexpr Candidate kFusedSm80[] = {
+    {gemm_sm80_bf16, OutType::kBf16, 128, 128, 2.8e6, 1.0},
+    {gemm_sm80_fp16, OutType::kFp16, 128, 128, 2.8e6, 1.0},
+    {gemm_sm80_fp32, OutType::kFp32, 128, 128, 2.8e6, 1.0},
+};
 constexpr Candidate kSumsSm80 = {gemm_sm80_s32, OutType::kFp32, 128, 128, 2.8e6, 1.0};
 
 // combine(): launch and gap, and the sums' way through L2.
@@ -71,30 +76,54 @@ Choice split(const Candidate& c, const GemmShape& s) {
   return best;
 }
 
-#ifdef HOT_SM90
-// TMA writes rows on 16 bytes only, and one launch must not overflow int32.
-bool can_fuse(const GemmShape& s) {
-  return s.n % (s.type == OutType::kFp32 ? 4 : 8) == 0 && s.k > 0 && s.k <= kLongestSlice;
-}
-
-GemmPlan plan_sm90(const GemmShape& s) {
-  Choice best = split(kSums, s);
-  if (!can_fuse(s)) return best.plan;
-  for (const Candidate& c : kFused) {
+// The cheapest of `best` and the fused kernels of the output's type.
+template <size_t kCount>
+GemmPlan cheapest(Choice best, const Candidate (&fused)[kCount], const GemmShape& s) {
+  for (const Candidate& c : fused) {
     double time = cost(c, s, 1);
     if (c.type == s.type && time < best.cost) best = {{c.kernel, true, 0}, time};
   }
   return best.plan;
 }
+
+// One launch must not overflow int32, and writes whole vectors.
+bool can_fuse(const GemmShape& s, int64_t vector) {
+  return s.n % vector == 0 && s.k > 0 && s.k <= kLongestSlice;
+}
+
+#ifdef HOT_SM90
+GemmPlan plan_sm90(const GemmShape& s) {
+  Choice sums = split(kSums, s);
+  int64_t vector = s.type == OutType::kFp32 ? 4 : 8;  // TMA writes rows on 16 bytes only
+  return can_fuse(s, vector) ? cheapest(sums, kFused, s) : sums.plan;
+}
 #endif
+
+GemmPlan plan_sm80(const GemmShape& s) {
+  Choice sums = split(kSumsSm80, s);
+  return can_fuse(s, kSm80Vector) ? cheapest(sums, kFusedSm80, s) : sums.plan;
+}
+
+GemmKernel fused_int4(OutType type) {
+  if (type == OutType::kBf16) return gemm_sm80_int4_bf16;
+  return type == OutType::kFp16 ? gemm_sm80_int4_fp16 : gemm_sm80_int4_fp32;
+}
+
+// Never split: sums of 64 at most stay below 2^31 for K up to 2^25, and g_x, which this is for, has
+// rows enough to fill a device.
+GemmPlan plan_int4(const GemmShape& s) {
+  if (s.k > 0 && s.n % kSm80Vector == 0) return {fused_int4(s.type), true, 0};
+  return {gemm_sm80_int4_s32, false, std::max<int64_t>(s.k, 32)};
+}
 
 }  // namespace
 
 GemmPlan plan_gemm(const GemmShape& s) {
+  if (s.packed) return plan_int4(s);
 #ifdef HOT_SM90
   if (s.hopper) return plan_sm90(s);
 #endif
-  return split(kSumsSm80, s).plan;
+  return plan_sm80(s);
 }
 
 }  // namespace hot

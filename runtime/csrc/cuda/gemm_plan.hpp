@@ -12,8 +12,12 @@ struct GemmShape {
   int64_t m, n, k;
   OutType type;
   bool hopper;
+  bool packed;  // INT4 operands, two values a byte
   int sm_count;
 };
+
+// Sums and outputs of the Ampere kernels are written in whole vectors of 4.
+constexpr int64_t kSm80Vector = 4;
 
 struct GemmPlan {
   GemmKernel kernel;

@@ -34,4 +34,7 @@ void compress_int4_fp16(const CompressTask&);
 void compress_int4_fp32(const CompressTask&);
 void expand_int4(const ExpandTask&);
 
+// `count` int8 values, a multiple of 16, to two a byte: operands of the INT4 product.
+void pack_int4(const int8_t* q, uint8_t* packed, int64_t count, cudaStream_t stream);
+
 }  // namespace hot

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "launch.cuh"
+#include "nibbles.cuh"
 #include "quantize.hpp"
 #include "tile.cuh"
 
@@ -185,6 +186,15 @@ __device__ inline uint32_t quantize_four(const float* v, float factor, uint32_t 
   return low_bytes(q[0], q[1], q[2], q[3]);
 }
 
+// 16 integers of a row to row_q, `at` entries from its beginning.
+__device__ inline void put_row_block(const QuantizeTask& task, uint64_t at,
+                                     const uint32_t (&q)[4]) {
+  if (task.row_packed)
+    *reinterpret_cast<uint2*>(task.row_q + at / 2) = nibbles(q);
+  else
+    *reinterpret_cast<uint4*>(task.row_q + at) = make_uint4(q[0], q[1], q[2], q[3]);
+}
+
 template <class T, bool kStochastic>
 __device__ void rows_quantize(const QuantizeTask& task, const Tile<T>& tile,
                               const float* reciprocals, int64_t first) {
@@ -210,8 +220,8 @@ __device__ void rows_quantize(const QuantizeTask& task, const Tile<T>& tile,
     for (int i = 0; i < 4; ++i)
       q[i] = quantize_four<kStochastic>(v + 4 * i, i < 2 ? factor : difference,
                                         place + 4 * i * kColHash, least);
-    int8_t* out = task.row_q + static_cast<uint64_t>(row) * static_cast<uint32_t>(task.row_length);
-    *reinterpret_cast<uint4*>(out + column) = make_uint4(q[0], q[1], q[2], q[3]);
+    uint64_t start = static_cast<uint64_t>(row) * static_cast<uint32_t>(task.row_length);
+    put_row_block(task, start + column, q);
   }
 }
 

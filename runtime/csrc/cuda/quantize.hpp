@@ -18,6 +18,7 @@ struct QuantizeTask {
   bool per_row;
   float row_qmax;
   int64_t row_length;  // of row_q, the columns padded to 32
+  bool row_packed;     // INT4, two values a byte
   int8_t* row_q;
   float* row_scale;
 

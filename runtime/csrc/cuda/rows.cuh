@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks <= 3 ? 3 : 2)
   if (!inside) return;
   float reciprocal = reciprocal_of(absmax, task.row_qmax), least = 1.0f - task.row_qmax;
   if (lane == 0) task.row_scale[row] = scale_of(absmax, task.row_qmax);
-  int8_t* out = task.row_q + row * task.row_length;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     int column = (b * lanes + lane) * kOrder;
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks <= 3 ? 3 : 2)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       q[i] = quantize_four<kStochastic>(v[b] + 4 * i, factor, place + 4 * i * kColHash, least);
-    *reinterpret_cast<uint4*>(out + column) = make_uint4(q[0], q[1], q[2], q[3]);
+    put_row_block(task, row * task.row_length + column, q);
   }
 }
 

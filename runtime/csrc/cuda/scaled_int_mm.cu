@@ -20,11 +20,12 @@ OutType out_type(ScalarType dtype) {
   return OutType::kFp32;
 }
 
-// An int8 operand as the kernels need it: k contiguous, rows on 16 bytes.
-Tensor operand(const Tensor& x, const char* name) {
+// An int8 operand, or one of packed INT4, as the kernels need it: k contiguous, rows on 16 bytes.
+Tensor operand(const Tensor& x, bool packed, const char* name) {
   check_matrix(x, "scaled_int_mm", name);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Char, "hot::scaled_int_mm: ", name,
-                  " is not int8");
+  STD_TORCH_CHECK(x.scalar_type() == (packed ? ScalarType::Byte : ScalarType::Char),
+                  "hot::scaled_int_mm: ", name,
+                  " is not int8 (or both operands uint8: packed INT4)");
   bool usable = x.size(1) <= 1 || x.stride(1) == 1;
   usable = usable && on_16_bytes(x.data_ptr());
   usable = usable && (x.size(0) <= 1 || (x.stride(0) % 16 == 0 && x.stride(0) >= x.size(1)));
@@ -38,9 +39,15 @@ Tensor factor(const Tensor& x, int64_t length, const char* name) {
 }
 
 struct Operands {
+  bool packed;  // two values a byte
   Tensor a, b, a_scale, b_scale;
   std::optional<Tensor> row_term, col_term;
   int64_t m, n, k;
+
+  // Values from one row of x to the next.
+  int64_t stride(const Tensor& x) const {
+    return x.size(0) > 1 ? x.stride(0) * (packed ? 2 : 1) : k;
+  }
 
   const float* row() const { return row_term ? data<float>(*row_term) : nullptr; }
   const float* col() const { return col_term ? data<float>(*col_term) : nullptr; }
@@ -48,14 +55,18 @@ struct Operands {
 
 Operands operands_of(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                      const std::optional<Tensor>& row_term, const std::optional<Tensor>& col_term) {
-  Operands o{operand(a, "a"), operand(b, "b"), a_scale,  b_scale, {}, {},
-             a.size(0),       b.size(0),       a.size(1)};
-  STD_TORCH_CHECK(b.size(1) == o.k, "hot::scaled_int_mm: a is ", o.m, " x ", o.k, " and b ", o.n,
-                  " x ", b.size(1), ", expected the same second dimension");
+  bool packed = a.scalar_type() == ScalarType::Byte;
+  Tensor rows = operand(a, packed, "a"), columns = operand(b, packed, "b");
+  Operands o{packed, rows, columns,   a_scale,   b_scale,
+             {},     {},   a.size(0), b.size(0), a.size(1) * (packed ? 2 : 1)};
+  STD_TORCH_CHECK(b.size(1) == a.size(1), "hot::scaled_int_mm: a is ", o.m, " x ", a.size(1),
+                  " and b ", o.n, " x ", b.size(1), ", expected the same second dimension");
   STD_TORCH_CHECK(o.k % kContractAlign == 0, "hot::scaled_int_mm: contracted dimension ", o.k,
                   " is not a multiple of 32");
   STD_TORCH_CHECK(o.m <= INT32_MAX && o.n <= INT32_MAX && o.k <= INT32_MAX,
                   "hot::scaled_int_mm: a dimension exceeds 2^31 - 1");
+  STD_TORCH_CHECK(!packed || o.k <= 1 << 25, "hot::scaled_int_mm: sums of ", o.k,
+                  " products of INT4 may exceed int32, expected at most 2^25");
   o.a_scale = factor(a_scale, o.m, "a_scale");
   o.b_scale = factor(b_scale, o.n, "b_scale");
   if (row_term && col_term) {
@@ -67,8 +78,8 @@ Operands operands_of(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
 
 GemmProblem problem_of(const Operands& o, const DeviceFacts& facts, const Call& call) {
   GemmProblem p = {};
-  p.a = data<int8_t>(o.a);
-  p.b = data<int8_t>(o.b);
+  p.a = static_cast<const int8_t*>(o.a.data_ptr());
+  p.b = static_cast<const int8_t*>(o.b.data_ptr());
   p.a_scale = data<float>(o.a_scale);
   p.b_scale = data<float>(o.b_scale);
   p.row_term = o.row();
@@ -77,8 +88,8 @@ GemmProblem problem_of(const Operands& o, const DeviceFacts& facts, const Call& 
   p.n = static_cast<int>(o.n);
   p.k = static_cast<int>(o.k);
   p.batch = 1;
-  p.lda = o.m > 1 ? o.a.stride(0) : o.k;
-  p.ldb = o.n > 1 ? o.b.stride(0) : o.k;
+  p.lda = o.stride(o.a);
+  p.ldb = o.stride(o.b);
   p.sm_count = facts.sm_count;
   p.stream = call.stream;
   return p;
@@ -100,28 +111,29 @@ void run_slices(GemmProblem p, GemmKernel kernel, int64_t slice, int32_t* sums) 
   kernel(p);
 }
 
-// The Ampere kernel writes whole vectors of 4 sums: b gets rows of zeros up to a multiple of 4.
+// The Ampere kernels write whole vectors of sums: b gets rows of zeros up to a multiple of them.
 Tensor pad_rows(const Tensor& b, int64_t rows, const Call& call) {
-  int64_t n = b.size(0), k = b.size(1);
-  Tensor padded = torch::stable::new_empty(b, {rows, k});
-  int8_t* target = data<int8_t>(padded);
-  check_cuda(cudaMemcpy2DAsync(target, k, b.data_ptr(), n > 1 ? b.stride(0) : k, k, n,
+  int64_t n = b.size(0), bytes = b.size(1);
+  Tensor padded = torch::stable::new_empty(b, {rows, bytes});
+  char* target = static_cast<char*>(padded.data_ptr());
+  check_cuda(cudaMemcpy2DAsync(target, bytes, b.data_ptr(), n > 1 ? b.stride(0) : bytes, bytes, n,
                                cudaMemcpyDeviceToDevice, call.stream),
              "copy");
-  call.zero(target + n * k, (rows - n) * k);
+  call.zero(target + n * bytes, (rows - n) * bytes);
   return padded;
 }
 
 void run_split(const Operands& o, GemmProblem p, const GemmPlan& plan, bool hopper, OutType type,
                void* out, const Call& call) {
-  int64_t stride = round_up(o.n, 4), slabs = o.k == 0 ? 0 : (o.k + plan.slice - 1) / plan.slice;
+  int64_t stride = round_up(o.n, kSm80Vector),
+          slabs = o.k == 0 ? 0 : (o.k + plan.slice - 1) / plan.slice;
   p.ldo = stride;
   p.slab = o.m * stride;
   Tensor sums = torch::stable::new_empty(o.a, {slabs * p.slab}, ScalarType::Int);
   std::optional<Tensor> padded;
   if (!hopper && stride != o.n) {
     padded = pad_rows(o.b, stride, call);
-    p.b = data<int8_t>(*padded);
+    p.b = static_cast<const int8_t*>(padded->data_ptr());
     p.ldb = o.k;
     p.n = static_cast<int>(stride);
   }
@@ -139,10 +151,11 @@ Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
   Tensor out = torch::stable::new_empty(a, {o.m, o.n}, out_dtype);
   if (o.m == 0 || o.n == 0) return out;
   DeviceFacts facts = facts_of(call.device);
-  GemmPlan plan = plan_gemm({o.m, o.n, o.k, type, facts.hopper, facts.sm_count});
+  bool hopper = facts.hopper && !o.packed;  // whose tensor cores have no INT4
+  GemmPlan plan = plan_gemm({o.m, o.n, o.k, type, hopper, o.packed, facts.sm_count});
   GemmProblem p = problem_of(o, facts, call);
   if (!plan.fused) {
-    run_split(o, p, plan, facts.hopper, type, out.data_ptr(), call);
+    run_split(o, p, plan, hopper, type, out.data_ptr(), call);
     return out;
   }
   p.out = out.data_ptr();

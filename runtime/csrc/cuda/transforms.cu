@@ -37,12 +37,19 @@ QuantizeTask task_of(const Tensor& x, const Call& call) {
   return task;
 }
 
-Pair want_rows(QuantizeTask& task, const Tensor& x, float qmax, bool per_row) {
+void check_packed(bool packed, int64_t bits, const char* op) {
+  STD_TORCH_CHECK(!packed || bits <= 4, "hot::", op, ": packed with bits ", bits,
+                  ", expected at most 4");
+}
+
+Pair want_rows(QuantizeTask& task, const Tensor& x, float qmax, bool per_row, bool packed) {
   task.want_rows = true;
   task.per_row = per_row;
   task.row_qmax = qmax;
   task.row_length = round_up(task.columns, kContractAlign);
-  Tensor q = empty(x, {task.rows, task.row_length}, ScalarType::Char);
+  task.row_packed = packed;
+  Tensor q = empty(x, {task.rows, packed ? task.row_length / 2 : task.row_length},
+                   packed ? ScalarType::Byte : ScalarType::Char);
   Tensor scale = empty(x, {task.rows}, ScalarType::Float);
   task.row_q = data<int8_t>(q);
   task.row_scale = data<float>(scale);
@@ -79,7 +86,7 @@ Triple want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t t
 // An empty x launches nothing; what its outputs still hold is zero.
 void zero_outputs(const QuantizeTask& task, const Call& call) {
   if (task.want_rows) {
-    call.zero(task.row_q, task.rows * task.row_length);
+    call.zero(task.row_q, task.rows * task.row_length / (task.row_packed ? 2 : 1));
     call.zero(task.row_scale, task.rows * sizeof(float));
   }
   if (task.want_columns) {
@@ -119,21 +126,23 @@ void run(QuantizeTask& task, const Tensor& x, const Call& call, const char* op) 
     dispatch(x, task, op, quantize_columns_bf16, quantize_columns_fp16, quantize_columns_fp32);
 }
 
-Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic) {
+Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic, bool packed) {
   check_matrix(x, "quantize_rows", "x");
+  check_packed(packed, bits, "quantize_rows");
   float qmax = qmax_of(bits, "quantize_rows");
   Call call(x);
   Tensor rows = with_contiguous_rows(x, "quantize_rows");
   QuantizeTask task = task_of(rows, call);
   task.stochastic = stochastic;
-  Pair out = want_rows(task, x, qmax, per_row);
+  Pair out = want_rows(task, x, qmax, per_row, packed);
   run(task, rows, call, "quantize_rows");
   return out;
 }
 
 Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t bits,
-                        bool per_column, bool stochastic) {
+                        bool per_column, bool stochastic, bool packed) {
   check_matrix(x, "quantize_columns", "x");
+  check_packed(packed, bits, "quantize_columns");
   float qmax = qmax_of(bits, "quantize_columns");
   Call call(x);
   Tensor rows = with_contiguous_rows(x, "quantize_columns");
@@ -141,20 +150,25 @@ Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t b
   task.stochastic = stochastic;
   Triple out = want_columns(task, x, rank, tokens, qmax, per_column, "quantize_columns");
   run(task, rows, call, "quantize_columns");
-  return out;
+  if (!packed) return out;
+  // A pass of its own: this is for W, which is small beside the rows of g_y.
+  Tensor pairs = empty(x, {task.columns, task.contracted / 2}, ScalarType::Byte);
+  pack_int4(task.column_q, data<uint8_t>(pairs), task.columns * task.contracted, call.stream);
+  return {pairs, std::get<1>(out), std::get<2>(out)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& grad_output,
                                                                  int64_t row_bits, bool per_row,
                                                                  int64_t rank, int64_t tokens,
-                                                                 bool per_column) {
+                                                                 bool per_column, bool packed) {
   check_matrix(grad_output, "quantize_grad", "grad_output");
+  check_packed(packed, row_bits, "quantize_grad");
   float qmax = qmax_of(row_bits, "quantize_grad");
   Call call(grad_output);
   Tensor rows = with_contiguous_rows(grad_output, "quantize_grad");
   QuantizeTask task = task_of(rows, call);
   task.stochastic = true;
-  Pair row = want_rows(task, grad_output, qmax, per_row);
+  Pair row = want_rows(task, grad_output, qmax, per_row, packed);
   Triple column =
       want_columns(task, grad_output, rank, tokens, 127.0f, per_column, "quantize_grad");
   run(task, rows, call, "quantize_grad");
