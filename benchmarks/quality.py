@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from common import Task, Variant, train_variants
 from train_char_gpt import char_gpt_task
-from train_resnet_digits import two_digits_task
+from train_resnet_digits import glyphs_task, two_digits_task
 from train_vit_digits import digits_task
 
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits_task,
     "two-digits": two_digits_task,
+    "glyphs": glyphs_task,
     "source": char_gpt_task,
 }
 

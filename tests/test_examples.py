@@ -38,11 +38,13 @@ def test_minimal(example):
     [
         ("train_vit_digits", "vit_digits.png"),
         ("train_resnet_digits", "resnet_digits.png"),
+        ("train_resnet_digits --task glyphs", "resnet_glyphs.png"),
         ("train_char_gpt", "char_gpt.png"),
     ],
 )
 def test_quick_training(example, tmp_path, name, picture):
-    exact, hot = example(name).main(quick=True, out=tmp_path)
+    name, _, task = name.partition(" --task ")
+    exact, hot = example(name).main(quick=True, out=tmp_path, **({"task": task} if task else {}))
     assert (tmp_path / picture).stat().st_size > 1000
     assert len(exact.losses) == len(hot.losses) == 8
     assert exact.losses[0] == pytest.approx(hot.losses[0], rel=1e-5)  # the forward is exact
@@ -56,6 +58,18 @@ def test_digits_accuracy_is_kept(example, tmp_path, recipe):
     exact, hot = example("train_vit_digits").main(recipe=recipe, out=tmp_path)
     assert exact.score > 0.95
     assert abs(exact.score - hot.score) < 0.02  # one seed; the mean of three is in the benchmarks
+
+
+@pytest.mark.slow
+def test_resnet_accuracy_is_kept(example, tmp_path):
+    exact, hot = example("train_resnet_digits").main(task="glyphs", out=tmp_path)
+    assert exact.score > 0.9
+    assert abs(exact.score - hot.score) < 0.02  # one seed; the mean of three is in the benchmarks
+
+
+def test_unknown_task_lists_the_valid_ones(example, tmp_path):
+    with pytest.raises(Exception, match="two-digits, glyphs"):
+        example("train_resnet_digits").main(task="faces", quick=True, out=tmp_path)
 
 
 def test_unknown_recipe_lists_the_valid_ones(example, tmp_path):

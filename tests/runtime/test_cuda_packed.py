@@ -84,15 +84,12 @@ def test_rank_1_term(mnk):
 
 @pytest.mark.parametrize("layout", ["row stride", "misaligned", "transposed"])
 def test_packed_layouts(layout):
-    q = torch.randint(-8, 8, (70, 256), dtype=torch.int8)
-    packed = reference.pack_int4(q)
-    view = layouts(packed)[layout]
-    ones = torch.ones(70, device="cuda")
-    want = reference.scaled_int_mm(q.cuda(), q.cuda(), ones, ones, None, None, torch.float32)
-    got = torch.ops.hot.scaled_int_mm(view, packed.cuda(), ones, ones, None, None, torch.float32)
-    assert same(got, want)
-    got = torch.ops.hot.scaled_int_mm(packed.cuda(), view, ones, ones, None, None, torch.float32)
-    assert same(got, want)
+    view = layouts(torch.randint(0, 256, (70, 128), dtype=torch.uint8))[layout]
+    dense = torch.randint(0, 256, (70, 128), dtype=torch.uint8, device="cuda")
+    rest = (torch.ones(70, device="cuda"), torch.ones(70, device="cuda"), None, None, torch.float32)
+    for operands in ((view, dense), (dense, view)):
+        want = reference.scaled_int_mm(*operands, *rest)
+        assert same(torch.ops.hot.scaled_int_mm(*operands, *rest), want)
 
 
 def test_non_finite_scales_reach_the_output():
