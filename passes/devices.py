@@ -123,6 +123,7 @@ def cuda_rates(capability: tuple[int, int], tf32: bool, conv_tf32: bool) -> Rate
     rates = RATES[{(9, 0): "sm90", (8, 0): "sm80"}.get(capability, "sm86")]
     return dataclasses.replace(
         rates,
+        int4=rates.int4 if major == 8 else rates.integer,  # later chips emulate INT4 products
         exact=_fp32_as_tf32(rates.exact) if tf32 else rates.exact,
         convolution=_fp32_as_tf32(rates.convolution) if conv_tf32 else rates.convolution,
     )

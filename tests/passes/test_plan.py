@@ -1,5 +1,6 @@
 """Planning is a pure function of Sites, config and rates: every rule, with its reason."""
 
+import dataclasses
 import json
 
 import pytest
@@ -196,10 +197,15 @@ def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
 
 @pytest.mark.parametrize(
     ("capability", "entry"),
-    [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm86"), ((9, 0), "sm90"), ((12, 0), "sm86")],
+    [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm86"), ((9, 0), "sm90")],
 )
 def test_every_gpu_is_priced_as_the_kind_whose_products_it_runs(capability, entry):
     assert cuda_rates(capability, tf32=False, conv_tf32=False) == RATES[entry]
+
+
+def test_consumer_chips_after_ada_emulate_int4():
+    rates = cuda_rates((12, 0), tf32=False, conv_tf32=False)
+    assert rates == dataclasses.replace(RATES["sm86"], int4=RATES["sm86"].integer)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0), (11, 0)])
