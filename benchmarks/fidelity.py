@@ -1,26 +1,27 @@
 """Does HOT train as well, everywhere? Tasks x recipes x seeds, beside the papers' baselines.
 
-    python benchmarks/fidelity.py run --device cuda --jobs 12          # all cells, resumable
-    python benchmarks/fidelity.py run --tasks digits --recipes exact,hot --seeds 3
+    python benchmarks/fidelity.py run --device cuda --jobs 16          # all cells, resumable
+    python benchmarks/fidelity.py run --tasks digits --recipes exact;hot --seeds 3
     python benchmarks/fidelity.py report                               # docs/fidelity.md, JSON, PNG
+    python benchmarks/fidelity.py restore                              # cells from that JSON
 
 A cell is one task trained with one recipe from one seed; its result is a JSON file below ``--out``,
 and cells that are there are not run again. All cells of a task and seed start from the same weights
-and see the same batches. By default the finished graphs are run node by node: the arithmetic of the
-code that Inductor makes of them (``--lower``) without its compile time. Sized for 25 minutes of one
-H200.
+and see the same batches. By default the finished graphs are run node by node, on CUDA as replays of
+one captured step: the arithmetic of the code that Inductor makes of them (``--lower``) without its
+compile time. Cells are run in order of importance, so that a run that is stopped has the main ones.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,57 +30,73 @@ import typer
 from fidelity_report import write_report
 from fidelity_tasks import NEEDS_PRETRAINING, TASKS, Setting, pretrain
 from report import environment
-from rich.console import Console
-from torch import nn
 from torch._inductor.compile_fx import compile_fx_inner
 
 from hot_compile.backend import hot
+from hot_compile.config import HotConfig
 from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.memory import held_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from common import Task, learning_rate
+from common import Task
+from fidelity_train import EAGER_STEPS, Training
 
 app = typer.Typer(help=__doc__.split("\n")[0], no_args_is_help=True, add_completion=False)
 
+OFF = {"memory": "off"}
 PER_TOKEN = {"recipe": "paper", "per_token": True}
 LOW_RANK = {"*lora_*": "hla8"}
 RECIPES: dict[str, dict[str, Any]] = {
     "exact": {"recipe": "exact"},
-    "hot": {"recipe": "hot", "memory": "off"},
-    "hot+lqs": {"recipe": "hot", "memory": "off", "lqs": "auto"},
+    "hot": {"recipe": "hot", **OFF},
     "hot, memory": {"recipe": "hot"},
-    "fast": {"recipe": "fast", "memory": "off"},
-    "fast+lqs": {"recipe": "fast", "memory": "off", "lqs": "auto"},
+    "hot+lqs": {"recipe": "hot", **OFF, "lqs": "auto"},
+    "fast": {"recipe": "fast", **OFF},
+    "fast, on trust": {"recipe": "fast", **OFF, "lqs": "off"},
     "paper": {"recipe": "paper"},
     "paper+lqs": {"recipe": "paper", "lqs": "auto"},
     "int4-naive": {"recipe": "int4-naive"},
     "luq": {"recipe": "luq"},
     "lbp-wht": {"recipe": "lbp-wht"},
-    "int8": {"recipe": "int8", "memory": "off"},
+    "int8": {"recipe": "int8", **OFF},
+    **{f"fast, budget {b}": {"recipe": "fast", **OFF, "error_budget": b} for b in (0.3, 0.4)},
+    "hot, memory in 8 bits": {"recipe": "hot", "memory_bits": 8},
+    "hot, memory as in the paper": {"recipe": "hot", "memory": "paper"},
     "paper, no ABC": {**PER_TOKEN, "recompute": True},
     **{f"paper, r={rank}": {**PER_TOKEN, "rank": rank} for rank in (16, 8, 4, 2, 1)},
     "LoRA factors": {"recipe": "paper", "exclude": ["*.base_layer"], "override": LOW_RANK},
     "LoRA frozen": {"recipe": "paper"},
     "LoRA both": {"recipe": "paper", "override": LOW_RANK},
 }
-"""Options by the name that tables show. Every layer is rewritten, whether or not it pays; other
-tensors that cross to the backward are left alone, except in "hot, memory", the default of ``hot``.
+"""Options by the name that tables show. Every layer is rewritten, whether or not it pays; tensors
+that no layer reads are left alone, except in "hot, memory", the default of ``hot``, and its kin.
 """
 MAIN = tuple(RECIPES)[:12]
-EXTRA: dict[str, tuple[str, ...]] = {
-    "glyph-scratch": tuple(f"paper, r={rank}" for rank in (16, 8, 4, 2, 1)),
-    "glyph-tune": ("paper, no ABC", "paper, r=8"),
-    "lora": ("LoRA factors", "LoRA frozen", "LoRA both"),
+_BUDGETS = ("fast, budget 0.3", "fast, budget 0.4")
+_STORED = ("hot, memory in 8 bits", "hot, memory as in the paper")
+_OTHERS = ("exact", "hot, memory", "hot", "fast")
+SUITE: dict[str, tuple[str, ...]] = {
+    "glyph-scratch": (*MAIN, *_BUDGETS, *_STORED, *(f"paper, r={r}" for r in (16, 8, 4, 2, 1))),
+    "char-gpt": (*MAIN, *_BUDGETS, *_STORED),
+    "glyph-tune": (*MAIN, "paper, no ABC", "paper, r=8"),
+    "digits": MAIN,
+    "lora": (*_OTHERS, "LoRA factors", "LoRA frozen", "LoRA both"),
+    "two-digits": _OTHERS,
+    "glyph-resnet": _OTHERS,
 }
-"""Rows of the supplementary's tables 2, 1 and 3 beyond the main ones."""
-LORA_MAIN = ("exact", "hot", "hot, memory", "fast")
-
-
-def recipes_of(task: str) -> tuple[str, ...]:
-    """The recipes that the full suite runs for a task."""
-    return (LORA_MAIN if task == "lora" else MAIN) + EXTRA.get(task, ())
+"""What the full suite runs for each task."""
+IMPORTANCE = (
+    *("exact", "hot, memory", "hot", "fast", *_BUDGETS, "LoRA both", "LoRA frozen"),
+    *("luq", "int4-naive", "lbp-wht", "paper, r=4", "paper, r=2", "paper, r=1", *_STORED),
+    *("LoRA factors", "paper", "fast, on trust", "paper, r=8", "paper, r=16", "paper+lqs"),
+    *("hot+lqs", "paper, no ABC", "int8"),
+)
+"""The order in which they are run."""
+SEEDS = 3
+MORE_SEEDS = {("glyph-scratch", recipe): 6 for recipe in ("exact", "hot", "hot, memory")}
+"""Where three seeds did not settle it."""
+AT_ONCE = 3
+"""Seeds of a task and recipe that one process trains, taking turns."""
 
 
 def cell_path(out: Path, task: str, recipe: str, seed: int) -> Path:
@@ -89,14 +106,18 @@ def cell_path(out: Path, task: str, recipe: str, seed: int) -> Path:
 
 
 Out = Annotated[Path, typer.Option(help="folder of the cells")]
+Document = Annotated[Path, typer.Option(help="its marked tables are replaced")]
 OUT = Path("out/fidelity")
+DOCUMENT = Path("docs/fidelity.md")
+Group = tuple[str, str, list[int]]
+"""(task, recipe, seeds) that one process trains together."""
 
 
 @app.command()
 def run(
     tasks: Annotated[str, typer.Option(help=f"comma-separated; {', '.join(TASKS)}")] = "",
     recipes: Annotated[str, typer.Option(help="separated by ';'; by default the suite's")] = "",
-    seeds: Annotated[int, typer.Option(help="how many")] = 3,
+    seeds: Annotated[int, typer.Option(help="how many; by default the suite's")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     jobs: Annotated[int, typer.Option(help="processes at once")] = 1,
     quick: Annotated[bool, typer.Option(help="tiny models for 8 steps")] = False,
@@ -104,50 +125,90 @@ def run(
     deadline: Annotated[float, typer.Option(help="start nothing after this many seconds")] = 1e9,
     out: Out = OUT,
 ) -> None:
-    """Train every cell that has no result yet, one process per task and recipe."""
-    names = [name for name in tasks.split(",") if name] or list(TASKS)
+    """Train every cell that has no result yet."""
+    names = [name for name in tasks.split(",") if name] or list(SUITE)
     if unknown := set(names) - set(TASKS):
         raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {', '.join(TASKS)}")
     chosen = [name for name in recipes.split(";") if name]
     if unknown := set(chosen) - set(RECIPES):
         raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {'; '.join(RECIPES)}")
-    setting = Setting(out, device, quick)
-    start, console = time.monotonic(), Console(stderr=True)
-    groups = [(task, recipe) for task in names for recipe in chosen or recipes_of(task)]
-    groups.sort(key=lambda group: list(RECIPES).index(group[1]))
-
-    def one(group: tuple[str, str]) -> None:
-        task, recipe = group
-        missing = [s for s in range(seeds) if not cell_path(out, task, recipe, s).exists()]
-        if not missing or time.monotonic() - start > deadline:
-            return
-        threads = max(1, (os.cpu_count() or 1) // jobs)
-        code = _in_a_process(task, recipe, missing, setting, lower, threads)
-        mark = "done" if code == 0 else f"FAILED ({code})"
-        console.print(f"{time.monotonic() - start:5.0f} s  {task} {recipe}: {mark}")
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, groups))
+    pairs = [(task, recipe) for task in names for recipe in chosen or SUITE[task]]
+    pairs.sort(key=lambda pair: IMPORTANCE.index(pair[1]))
+    groups = [group for pair in pairs for group in _groups(*pair, seeds, out)]
+    out.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    team = Team(groups, Setting(out, device, quick), lower, threads, time.monotonic() + deadline)
+    team.run(jobs)
 
 
-def _in_a_process(
-    task: str, recipe: str, seeds: list[int], setting: Setting, lower: bool, threads: int
-) -> int:
-    """A process of its own per task and recipe: seeds share what it compiles."""
-    command = [sys.executable, __file__, "cells", task, recipe, ",".join(map(str, seeds))]
-    command += ["--out", str(setting.out), "--device", setting.device]
-    command += ["--quick"] * setting.quick + ["--lower"] * lower
-    setting.out.mkdir(parents=True, exist_ok=True)
-    environ = {
-        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-    }
-    with (setting.out / "log.txt").open("a") as log:
-        return subprocess.run(command, stdout=log, stderr=log, env=environ, check=False).returncode
+def _groups(task: str, recipe: str, seeds: int, out: Path) -> list[Group]:
+    """The cells of a task and recipe that are missing, in portions for one process."""
+    count = seeds or MORE_SEEDS.get((task, recipe), SEEDS)
+    missing = [s for s in range(count) if not cell_path(out, task, recipe, s).exists()]
+    size = 1 if _observes(recipe) else AT_ONCE  # what is observed is recompiled
+    return [(task, recipe, missing[i : i + size]) for i in range(0, len(missing), size)]
 
 
-@app.command(hidden=True)
+class Team:
+    """Processes that train groups one after the other; one that fails is replaced."""
+
+    def __init__(
+        self, groups: list[Group], setting: Setting, lower: bool, threads: int, end: float
+    ) -> None:
+        self._fork = multiprocessing.get_context("fork")  # what is imported is there at once
+        self._next = self._fork.Value("i", 0)
+        self._groups = groups
+        self._setting = setting
+        self._lower = lower
+        self._threads = threads
+        self._start, self._end = time.monotonic(), end
+
+    def run(self, jobs: int) -> None:
+        """Until no group is left to start."""
+        members = [self._member() for _ in range(min(jobs, len(self._groups)))]
+        while members:
+            for member in list(members):
+                member.join(timeout=0.2)
+                if member.exitcode is None:
+                    continue
+                members.remove(member)
+                if member.exitcode != 0:
+                    members.append(self._member())
+
+    def _member(self) -> Any:
+        member = self._fork.Process(target=self._work)
+        member.start()
+        return member
+
+    def _work(self) -> None:
+        """What a process does: its own messages go to the log, one line a group to stderr."""
+        torch.set_num_threads(self._threads)
+        torch._inductor.config.compile_threads = self._threads
+        told, log = os.fdopen(os.dup(2), "w"), (self._setting.out / "log.txt").open("a")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        while (group := self._take()) is not None:
+            task, recipe, seeds = group
+            ending = "FAILED"
+            try:
+                _train_group(task, recipe, seeds, self._setting, self._lower)
+                ending = "done"
+            except Exception:
+                print(f"{task} {recipe} {seeds}", traceback.format_exc(), file=log, flush=True)
+            seconds = time.monotonic() - self._start
+            print(f"{seconds:5.0f} s  {task} {recipe} {seeds}: {ending}", file=told, flush=True)
+            if ending != "done":
+                os._exit(1)  # a device error would spoil what comes after
+
+    def _take(self) -> Group | None:
+        with self._next.get_lock():
+            place = self._next.value
+            self._next.value += 1
+        late = time.monotonic() > self._end
+        return None if late or place >= len(self._groups) else self._groups[place]
+
+
+@app.command()
 def cells(
     task: str,
     recipe: str,
@@ -157,84 +218,82 @@ def cells(
     quick: bool = False,
     lower: bool = False,
 ) -> None:
-    """Train one task with one recipe from each of the seeds."""
-    setting = Setting(out, device, quick)
+    """Train one task with one recipe from each of the seeds, in this process."""
+    for portion in [[int(seed)] for seed in seeds.split(",")]:
+        _train_group(task, recipe, portion, Setting(out, device, quick), lower)
+
+
+def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, lower: bool) -> None:
+    """Train the seeds side by side and write their cells."""
+    torch._dynamo.reset()
     if task in NEEDS_PRETRAINING:
         pretrain(setting)
-    work = TASKS[task](setting)
-    reports = Reports()
-    profile = out / "profiles" / f"{task}.{recipe}.json"
+    start, work, reports = time.monotonic(), TASKS[task](setting), Reports()
+    observing = _observes(recipe)
+    profile = setting.out / "profiles" / f"{task}.{recipe}.{seeds[0]}.json"
     inner = compile_fx_inner if lower else run_uncompiled
     backend = _backend(recipe, work, profile, recorder=reports, inner_compile=inner)
-    for seed in map(int, seeds.split(",")):
-        losses, held, score = train(work, backend, seed)
-        plan = reports.graphs[-1].plan if reports.graphs else ()
+    eager = EAGER_STEPS + (5 * _warm_up(work) + EAGER_STEPS if observing else 0)  # both looks
+    trainings = [Training(work, backend, seed, eager) for seed in seeds]
+    for _ in range(work.steps):
+        for training in trainings:
+            training.step()
+    plan = reports.graphs[-1].plan if reports.graphs else ()
+    for seed, training in zip(seeds, trainings, strict=True):
+        losses, score = training.finish()
+        seconds = (time.monotonic() - start) / len(seeds)
         data = {
             "task": task, "recipe": recipe, "seed": seed, "options": RECIPES[recipe],
-            "metric": work.metric, "score": score, "steps": work.steps, "held_bytes": held,
+            "metric": work.metric, "score": score, "steps": work.steps,
+            "held_bytes": training.held, "seconds": round(seconds, 1),
             "losses": [round(loss, 4) for loss in losses],
             "strategies": {d.site: f"{d.strategy}" for d in plan},
-            "reasons": {d.site: d.reason for d in plan}, "quick": quick,
+            "reasons": {d.site: d.reason for d in plan}, "quick": setting.quick,
             "environment": environment(work.device),
         }  # fmt: skip
         print(f"{task} {recipe} {seed}: {score:.4f}", flush=True)
-        path = cell_path(out, task, recipe, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".partial").write_text(json.dumps(data, indent=1) + "\n")
-        path.with_suffix(".partial").rename(path)
+        _write_cell(cell_path(setting.out, task, recipe, seed), data)
 
 
-def train(task: Task, backend: Callable[..., Any], seed: int) -> tuple[list[float], int, float]:
-    """(losses, bytes held between forward and backward, held-out metric) of one cell.
-
-    Never waits for the device, so that several processes can share one.
-    """
-    torch.manual_seed(seed)
-    model = task.build().to(task.device).train()
-    cuda = task.device.type == "cuda"
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay, fused=cuda
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, task.steps))
-    torch.manual_seed(seed)
-    forward = torch.compile(model, backend=backend)
-    batches = task.batches(torch.Generator().manual_seed(seed))
-    losses, held = [], 0
-    for step in range(task.steps):
-        x, y = (_move(t, task.device) for t in next(batches))
-        loss = nn.functional.cross_entropy(forward(x).flatten(0, -2), y.flatten())
-        if step == 0:
-            held = held_bytes(loss, model, (x, y))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).tolist(), held, task.evaluate(model.eval())
+def _write_cell(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".partial").write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".partial").rename(path)
 
 
-def _move(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+def _observes(recipe: str) -> bool:
+    return HotConfig.from_options(RECIPES[recipe]).lqs == "auto"
+
+
+def _warm_up(task: Task) -> int:
+    """Steps before ``lqs="auto"`` looks: an eighth, so that it looks again after five eighths."""
+    return task.steps // 8
 
 
 def _backend(recipe: str, task: Task, profile: Path, **keywords: Any) -> Callable[..., Any]:
-    """The recipe as a backend that every seed shares, rewriting whatever can be."""
+    """The recipe as a backend that seeds share, rewriting whatever can be."""
     options: dict[str, Any] = {**RECIPES[recipe], "min_gain": 0}
-    if options.get("lqs"):
-        options |= {"lqs_warm_up": task.steps // 4, "profile": str(profile)}
+    if _observes(recipe):
+        looks = {"lqs_warm_up": _warm_up(task), "lqs_rechecks": 1}
+        options |= {"lqs": "auto", "profile": str(profile), **looks}
     return functools.partial(hot, options=options, **keywords)
 
 
 @app.command()
-def report(
-    out: Out = OUT,
-    document: Annotated[Path, typer.Option(help="its marked tables are replaced")] = Path(
-        "docs/fidelity.md"
-    ),
-) -> None:
+def report(out: Out = OUT, document: Document = DOCUMENT) -> None:
     """Tables, JSON and picture from the cells that there are."""
     for line in write_report(out, document, MAIN):
         print(line)
+
+
+@app.command()
+def restore(out: Out = OUT, document: Document = DOCUMENT) -> None:
+    """Cells from the report's JSON, where there are none: to go on from a published run."""
+    figures = json.loads((document.parent / "benchmarks" / "fidelity.json").read_text())
+    for row in figures["rows"]:
+        path = cell_path(out, row["task"], row["recipe"], row["seed"])
+        if not path.exists():
+            _write_cell(path, {**row, "losses": [], "strategies": {}, "reasons": {}})
 
 
 if __name__ == "__main__":

@@ -141,12 +141,12 @@ def lora_table(cells: Cells) -> str:
     return _table(["HOT on frozen weights", "HOT on low-rank factors", "accuracy, %"], rows)
 
 
-def choice_table(cells: Cells, out: Path, task: str = "glyph-scratch") -> str:
-    """What LQS measured of each layer, and what it chose."""
-    chosen = {r: cells.get(task, r) for r in ("hot+lqs", "fast+lqs", "paper+lqs")}
-    path = out / "profiles" / f"{task}.fast+lqs.json"
-    if not path.exists() or not chosen["fast+lqs"]:
-        return "(not run)"
+def choice_table(cells: Cells, out: Path, task: str = "glyph-scratch") -> str | None:
+    """What LQS measured of each layer, and what it chose; None where that was not kept."""
+    chosen = {r: cells.get(task, r) for r in ("hot+lqs", "fast", "paper+lqs")}
+    path = out / "profiles" / f"{task}.fast.0.json"
+    if not path.exists() or not all(found and found[0].raw["reasons"] for found in chosen.values()):
+        return None
     layers = json.loads(path.read_text())["layers"]
     rows = []
     for name, layer in layers.items():
@@ -207,6 +207,8 @@ def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]
     }
     text = document.read_text() if document.exists() else "\n".join(map(_marked, tables))
     for name, table in tables.items():
+        if table is None:
+            continue
         pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
     document.write_text(text)
@@ -217,7 +219,8 @@ def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]
     left_out = ("losses", "reasons", "strategies")
     rows = [{k: v for k, v in c.raw.items() if k not in left_out} for c in cells.all()]
     figures.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    return [f"{len(rows)} cells: {document}, {picture}, {figures}", *tables.values()]
+    known = [table for table in tables.values() if table is not None]
+    return [f"{len(rows)} cells: {document}, {picture}, {figures}", *known]
 
 
 def _marked(name: str) -> str:

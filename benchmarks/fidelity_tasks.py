@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from common import Batches, Task, Variant, accuracy, shuffled, train_variants
 from data import Split, glyphs
 from train_char_gpt import char_gpt_task
+from train_resnet_digits import resnet, two_digits_task
 from train_vit_digits import digits_task
 
 KNOWN, UNSEEN = 60, 40
@@ -67,8 +69,14 @@ def _batches(data: Split, draw: torch.Generator) -> Batches:
 
 def glyph_scratch(setting: Setting) -> Task:
     """60 classes of rendered letters, from random weights."""
-    data = glyphs(KNOWN, per_class=8 if setting.quick else 160, held_out=0.25)
+    data = _known(setting)
     return _glyph_task(data, lambda: glyph_vit(KNOWN, setting.quick), 800, 1e-3, setting)
+
+
+def glyph_resnet(setting: Setting) -> Task:
+    """The same letters, a ResNet of 3 x 3 convolutions from random weights."""
+    data = _known(setting)
+    return _glyph_task(data, lambda: resnet(KNOWN, 16 if setting.quick else 32), 400, 2e-3, setting)
 
 
 def glyph_tune(setting: Setting) -> Task:
@@ -91,6 +99,12 @@ def glyph_lora(setting: Setting) -> Task:
     return _glyph_task(_unseen(setting), build, 300, 2e-3, setting)
 
 
+@cache
+def _known(setting: Setting) -> Split:
+    return glyphs(KNOWN, per_class=8 if setting.quick else 160, held_out=0.25)
+
+
+@cache
 def _unseen(setting: Setting) -> Split:
     per_class = 10 if setting.quick else 100
     return glyphs(UNSEEN, per_class=per_class, held_out=0.5, first=KNOWN)
@@ -140,5 +154,7 @@ TASKS: dict[str, Callable[[Setting], Task]] = {
     "glyph-tune": glyph_tune,
     "char-gpt": lambda s: char_gpt_task(steps=800, quick=s.quick, device=s.device),
     "lora": glyph_lora,
+    "two-digits": lambda s: two_digits_task(quick=s.quick, device=s.device),
+    "glyph-resnet": glyph_resnet,
 }
 NEEDS_PRETRAINING = {"glyph-tune", "lora"}

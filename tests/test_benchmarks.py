@@ -127,17 +127,76 @@ def _cell(folder, task, recipe, seed, score, metric="accuracy", **raw):
 
 def test_fidelity_cell_is_trained_once_and_resumed(benchmark, tmp_path, capsys):
     fidelity = benchmark("fidelity")
-    fidelity.cells("digits", "fast+lqs", "0,1", out=tmp_path, quick=True)
-    path = fidelity.cell_path(tmp_path, "digits", "fast+lqs", 1)
+    fidelity.cells("digits", "fast", "0,1", out=tmp_path, quick=True)
+    path = fidelity.cell_path(tmp_path, "digits", "fast", 1)
     cell = json.loads(path.read_text())
     assert 0 <= cell["score"] <= 1
     assert len(cell["losses"]) == cell["steps"] == 8
     assert cell["strategies"]["blocks.0.mlp.fc2"] in ("hla8", "int4", "int8")
     assert "LQS" in cell["reasons"]["blocks.0.mlp.fc2"]
-    assert (tmp_path / "profiles" / "digits.fast+lqs.json").exists()
+    assert (tmp_path / "profiles" / "digits.fast.1.json").exists()
     written = path.stat().st_mtime_ns
-    fidelity.run(tasks="digits", recipes="fast+lqs", seeds=2, quick=True, out=tmp_path)
+    fidelity.run(tasks="digits", recipes="fast", seeds=2, quick=True, out=tmp_path)
     assert path.stat().st_mtime_ns == written
+
+
+def test_fidelity_runs_what_is_missing_in_order(benchmark, tmp_path):
+    fidelity = benchmark("fidelity")
+    assert {r for recipes in fidelity.SUITE.values() for r in recipes} <= set(fidelity.IMPORTANCE)
+    assert set(fidelity.IMPORTANCE) == set(fidelity.RECIPES)
+    assert set(fidelity.SUITE) == set(fidelity.TASKS)
+    groups = fidelity._groups("glyph-scratch", "hot", 0, tmp_path)
+    assert groups == [("glyph-scratch", "hot", [0, 1, 2]), ("glyph-scratch", "hot", [3, 4, 5])]
+    path = fidelity.cell_path(tmp_path, "glyph-scratch", "hot", 1)
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert fidelity._groups("glyph-scratch", "hot", 3, tmp_path) == [
+        ("glyph-scratch", "hot", [0, 2])
+    ]
+    assert len(fidelity._groups("digits", "fast", 0, tmp_path)) == 3
+
+
+def test_fidelity_goes_on_after_a_failure(benchmark, tmp_path, monkeypatch, capfd):
+    fidelity = benchmark("fidelity")
+
+    def train(task, recipe, seeds, setting, lower):
+        if recipe == "exact":
+            raise RuntimeError("no such luck")
+        (tmp_path / f"{recipe}.txt").write_text(str(seeds))
+
+    monkeypatch.setattr(fidelity, "_train_group", train)
+    fidelity.run(tasks="digits", recipes="exact;hot;paper", seeds=2, jobs=1, out=tmp_path)
+    assert (tmp_path / "hot.txt").read_text() == "[0, 1]"
+    assert (tmp_path / "paper.txt").exists()
+    assert "digits exact [0, 1]: FAILED" in capfd.readouterr().err
+    assert "no such luck" in (tmp_path / "log.txt").read_text()
+
+
+def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(benchmark):
+    benchmark("fidelity")
+    train, tasks = benchmark("fidelity_train"), benchmark("fidelity_tasks")
+    task = tasks.TASKS["digits"](tasks.Setting(Path(), quick=True))
+
+    def losses(*seeds):
+        trainings = [train.Training(task, "eager", seed, 3) for seed in seeds]
+        for _ in range(3):
+            for training in trainings:
+                training.step()
+        return [training.finish()[0] for training in trainings]
+
+    assert losses(0, 1) == [*losses(0), *losses(1)]
+
+
+def test_fidelity_goes_on_from_a_published_run(benchmark, tmp_path):
+    fidelity, report = benchmark("fidelity"), benchmark("fidelity_report")
+    _cell(tmp_path, "digits", "exact", 0, 0.9)
+    document = tmp_path / "docs" / "fidelity.md"
+    document.parent.mkdir()
+    report.write_report(tmp_path, document, ("exact", "hot"))
+    elsewhere = tmp_path / "elsewhere"
+    fidelity.restore(elsewhere, document)
+    (cell,) = report.Cells.load(elsewhere).all()
+    assert (cell.task, cell.recipe, cell.seed, cell.score) == ("digits", "exact", 0, 0.9)
 
 
 def test_fidelity_report(benchmark, tmp_path):
