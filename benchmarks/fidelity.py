@@ -155,8 +155,9 @@ class Team:
     def __init__(
         self, groups: list[Group], setting: Setting, lower: bool, threads: int, end: float
     ) -> None:
-        self._fork = multiprocessing.get_context("fork")  # what is imported is there at once
-        self._next = self._fork.Value("i", 0)
+        cuda = setting.device.startswith("cuda")  # which does not survive a fork
+        self._process = multiprocessing.get_context("spawn" if cuda else "fork").Process
+        self._next = multiprocessing.get_context("spawn").Value("i", 0)
         self._groups = groups
         self._setting = setting
         self._lower = lower
@@ -176,7 +177,7 @@ class Team:
                     members.append(self._member())
 
     def _member(self) -> Any:
-        member = self._fork.Process(target=self._work)
+        member = self._process(target=self._work)
         member.start()
         return member
 
