@@ -22,6 +22,7 @@ from .config import HotConfig, split_options
 from .errors import CalibrationError
 from .inspect import run_uncompiled
 from .passes.measure import grad_input_measures, grad_weight_measures, granule_errors, tensor_stats
+from .passes.measure_conv import Pairs, conv_granule_errors, conv_measures, conv_stats
 from .passes.observe import Layer
 from .passes.profile import LayerProfile, Measure, Profile, TensorStats
 from .passes.site import Site
@@ -101,28 +102,34 @@ class Collector:
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Measure one layer's backward; nothing is read back before :meth:`flush`."""
         self._device = g.device
+        convolves = layer.site is not None and layer.site.conv is not None
+        rows = g.numel() // g.shape[1] if convolves else g.shape[0]
+        measure = self._measure_convolution if convolves else self._measure
         with torch.no_grad():
-            self._pending.append((layer, g.shape[0], self._measure(layer, g, weight, x)))
+            self._pending.append((layer, rows, measure(layer, g, weight, x)))
 
     def _measure(
         self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
     ) -> dict[str, Tensor]:
-        figures: dict[str, Tensor] = {}
-        pairs = {}
-        if weight is not None:
-            pairs["grad_input"] = grad_input_measures(g, weight)
-        if x is not None:
-            pairs["grad_weight"] = grad_weight_measures(g, x, self._rank, layer.tokens)
-        for side, variants in pairs.items():
-            for variant, (error, cosine) in variants.items():
-                figures[f"{side} {variant} error"] = error
-                figures[f"{side} {variant} cosine"] = cosine
-        figures["token_error"], figures["tensor_error"] = granule_errors(g, self._rank)
-        for name, tensor in (("x", x), ("weight", weight), ("grad_output", g)):
-            if tensor is not None:
-                stats = tensor_stats(tensor, self._rank)
-                figures.update({f"stats {name} {key}": value for key, value in stats.items()})
-        return figures
+        gx = {} if weight is None else grad_input_measures(g, weight)
+        gw = {} if x is None else grad_weight_measures(g, x, self._rank, layer.tokens)
+        operands = {"x": x, "weight": weight, "grad_output": g}
+        stats = {
+            name: tensor_stats(tensor, self._rank)
+            for name, tensor in operands.items()
+            if tensor is not None
+        }
+        return _figures(gx, gw, granule_errors(g, self._rank), stats)
+
+    def _measure_convolution(
+        self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
+    ) -> dict[str, Tensor]:
+        assert layer.site is not None
+        assert weight is not None
+        assert x is not None
+        gx, gw = conv_measures(layer.site, g, weight, x, self._rank)
+        stats = conv_stats(g, weight, x, self._rank)
+        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats)
 
     @property
     def sites(self) -> list[Site]:
@@ -166,6 +173,21 @@ class Collector:
                 "and a loss as in training (and scale the loss if training does)."
             )
         return Profile(self._rank, layers, _environment(self._device))
+
+
+def _figures(
+    gx: Pairs, gw: Pairs, granules: tuple[Tensor, Tensor], stats: dict[str, dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """All that was measured of a layer in one backward, by the path of its place in a profile."""
+    figures: dict[str, Tensor] = {}
+    for side, variants in (("grad_input", gx), ("grad_weight", gw)):
+        for variant, (error, cosine) in variants.items():
+            figures[f"{side} {variant} error"] = error
+            figures[f"{side} {variant} cosine"] = cosine
+    figures["token_error"], figures["tensor_error"] = granules
+    for name, found in stats.items():
+        figures.update({f"stats {name} {key}": value for key, value in found.items()})
+    return figures
 
 
 def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerProfile:

@@ -196,7 +196,7 @@ RECIPES: dict[str, HotConfig] = {
     # Half-length g_w product where the rows can be grouped across the batch, and where that was
     # measured to be harmless: HLA is not taken on trust.
     "fast": HotConfig(
-        recipe="fast", strategies=_strategies("hla8 int4"), error_budget=0.5, lqs="auto"
+        recipe="fast", strategies=_strategies("hla8 int4"), error_budget=0.3, lqs="auto"
     ),
     # 8-bit everywhere: the closest to exact that is still integer.
     "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8, memory_bits=8),

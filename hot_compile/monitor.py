@@ -25,7 +25,9 @@ from .auto import forget
 from .config import BASELINES, HotConfig, Strategy
 from .errors import OptionError
 from .passes.measure import compare, quantised_grad_input, quantised_grad_weight
+from .passes.measure_conv import exact_conv_gradients, quantised_conv_gradients
 from .passes.observe import Layer
+from .passes.plan import Decision
 
 log = logging.getLogger("hot_compile")
 
@@ -147,12 +149,27 @@ class Gauge:
         if place % period != self._turn % period:
             return
         with torch.no_grad():
+            if layer.site is not None and layer.site.conv is not None:
+                self._convolution(layer, d, g, weight, x)
+                return
             if weight is not None:
                 got = quantised_grad_input(g, weight, d.gx_bits, d.per_channel, d.per_token)
                 self._keep(layer.name, "g_x", got, g.float() @ weight.float())
             if x is not None and d.strategy is not Strategy.GX_ONLY:
                 got = quantised_grad_weight(g, x, d.strategy, d.rank, d.tokens, d.per_channel)
                 self._keep(layer.name, "g_w", got, g.float().t() @ x.float())
+
+    def _convolution(
+        self, layer: Layer, d: Decision, g: Tensor, weight: Tensor | None, x: Tensor | None
+    ) -> None:
+        assert layer.site is not None
+        assert weight is not None
+        assert x is not None
+        got = quantised_conv_gradients(layer.site, d, g, weight, x)
+        want = exact_conv_gradients(layer.site, g, weight, x)
+        for side, mine, theirs in zip(("g_x", "g_w"), got, want, strict=True):
+            if mine is not None and theirs is not None:
+                self._keep(layer.name, side, mine, theirs)
 
     def _keep(self, name: str, side: str, got: Tensor, want: Tensor) -> None:
         self._pending.append((name, side, torch.stack(compare(got, want))))

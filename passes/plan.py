@@ -185,6 +185,11 @@ def _decide(
     return decision
 
 
+def forced(site: Site, config: HotConfig, strategy: Strategy) -> Decision:
+    """The Decision that gives the layer ``strategy`` whatever speaks against it: for measuring."""
+    return _decision(site, config, strategy, "")
+
+
 def _without_gain(
     site: Site,
     config: HotConfig,

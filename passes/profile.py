@@ -164,7 +164,7 @@ class Profile:
         for site in sites:
             shape = (hint(site.outputs), hint(site.inputs))
             layer = self.layers.get(site.name)
-            if site.refusal is not None or site.conv is not None:
+            if site.refusal is not None:
                 continue
             if layer is None:
                 found.append(f"{site.name} ({shape[0]} x {shape[1]}): not in the profile")

@@ -1,0 +1,139 @@
+"""How far each strategy's gradients of one convolution are from exact, by the nodes that would run.
+
+The rewriting of a convolution is carried out at once, on tensors instead of in a graph: what is
+measured is what ``rewrite_conv`` builds, whatever that is. Results are 0-d fp32 tensors on the
+layer's device: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from hot_compile.config import HotConfig, Rows, Strategy
+from hot_compile.passes.graph import aten
+from hot_compile.passes.measure import compare, granule_errors, tensor_stats
+from hot_compile.passes.plan import Decision, forced
+from hot_compile.passes.profile import config_variant, gx_variant
+from hot_compile.passes.rewrite import Builder
+from hot_compile.passes.rewrite_conv import build_convolution
+from hot_compile.passes.site import ConvNodes, Site
+
+Gradients = tuple[Tensor | None, Tensor | None]
+"""(g_x, g_w) in fp32; None where the layer's backward has no such result."""
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""{variant: (error, cosine)}."""
+_GW_STRATEGIES = (
+    (Strategy.HLA8, Rows.BATCH),
+    (Strategy.HLA8, Rows.CONSECUTIVE),
+    (Strategy.INT4, Rows.BATCH),
+    (Strategy.INT8, Rows.BATCH),
+)
+
+
+class _Value:
+    """In the place of a graph's node: the value itself, where a node has its fake."""
+
+    def __init__(self, val: Any) -> None:
+        self.meta = {"val": val}
+
+
+class _Carry:
+    """A ``Builder`` that computes what it would insert."""
+
+    def __init__(self, nodes: ConvNodes) -> None:
+        self.nodes = nodes
+
+    def call(
+        self, at: fx.Node, after: bool, like: fx.Node, op: Any, *args: Any, **kwargs: Any
+    ) -> _Value:
+        return _Value(op(*(a.meta["val"] if isinstance(a, _Value) else a for a in args), **kwargs))
+
+    def parts(self, value: _Value) -> tuple[_Value, ...]:
+        return tuple(map(_Value, value.meta["val"]))
+
+
+def quantised_conv_gradients(
+    site: Site, decision: Decision, g: Tensor, weight: Tensor, x: Tensor
+) -> Gradients:
+    """What the rewritten graph computes: of those that ``site`` wants, and ``decision`` changes.
+
+    Shapes are the convolution's own: g [B, O, *small], weight [O, I, *kernel], x [B, I, *big].
+    """
+    nodes = site.nodes
+    assert isinstance(nodes, ConvNodes)
+    assert site.conv is not None
+    exact_gx = site.conv.transposed and not site.conv.is_product
+    own = dataclasses.replace(
+        nodes,
+        x=_Value(x),  # type: ignore[arg-type]
+        weight=_Value(weight),  # type: ignore[arg-type]
+        grad_output=_Value(g),  # type: ignore[arg-type]
+        grad_input=None if exact_gx else nodes.grad_input,
+        grad_weight=None if decision.strategy is Strategy.GX_ONLY else nodes.grad_weight,
+        grad_bias=None,
+    )
+    measured = dataclasses.replace(site, nodes=own, dtype=torch.float32)
+    swaps = build_convolution(cast(Builder, _Carry(own)), measured, decision)
+    made = {old: cast(Tensor, new.meta["val"]) for old, new in swaps}
+    return tuple(made.get(old) for old in (own.grad_input, own.grad_weight))  # type: ignore
+
+
+def exact_conv_gradients(site: Site, g: Tensor, weight: Tensor, x: Tensor) -> Gradients:
+    """The same without quantisation."""
+    assert isinstance(site.nodes, ConvNodes)
+    settings = site.nodes.backward.args[4:10]
+    mask = [site.needs_grad_input, site.needs_grad_weight, False]
+    operands = (g.float(), x.float(), weight.float())
+    gx, gw, _ = aten.convolution_backward.default(*operands, None, *settings, mask)
+    return gx, gw
+
+
+def conv_measures(
+    site: Site, g: Tensor, weight: Tensor, x: Tensor, rank: int
+) -> tuple[Pairs, Pairs]:
+    """(measures of g_x for every width and granule, of g_w for every strategy, grouping, granule).
+
+    As ``measure.grad_input_measures`` and ``grad_weight_measures``; empty where the gradient is not
+    wanted or stays exact. ``hla8/batch`` stands for tiles of positions (docs/adr/0006).
+    """
+    want_gx, want_gw = exact_conv_gradients(site, g, weight, x)
+    gx: Pairs = {}
+    gw: Pairs = {}
+    for per_channel in (True, False):
+        for bits in (4, 8) if want_gx is not None else ():
+            config = HotConfig(gx_bits=bits, per_channel=per_channel, rank=rank)
+            decision = forced(site, config, Strategy.GX_ONLY)
+            got, _ = quantised_conv_gradients(site, decision, g, weight, x)
+            if got is not None and want_gx is not None:
+                gx[gx_variant(bits, per_channel)] = compare(got, want_gx)
+        for strategy, rows in _GW_STRATEGIES if want_gw is not None else ():
+            config = HotConfig(gx_bits=8, per_channel=per_channel, rank=rank, rows=rows)
+            decision = forced(_weight_only(site), config, strategy)
+            _, got = quantised_conv_gradients(_weight_only(site), decision, g, weight, x)
+            if got is not None and want_gw is not None:
+                gw[config_variant(strategy, config)] = compare(got, want_gw)
+    return gx, gw
+
+
+def _weight_only(site: Site) -> Site:
+    assert isinstance(site.nodes, ConvNodes)
+    return dataclasses.replace(site, nodes=dataclasses.replace(site.nodes, grad_input=None))
+
+
+def conv_granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """``measure.granule_errors`` of g_y, a row for each position."""
+    return granule_errors(_rows(g), rank)
+
+
+def conv_stats(g: Tensor, weight: Tensor, x: Tensor, rank: int) -> dict[str, dict[str, Tensor]]:
+    """``measure.tensor_stats`` of the three operands: positions by channels, filters by weights."""
+    matrices = {"x": _rows(x), "weight": weight.flatten(1), "grad_output": _rows(g)}
+    return {name: tensor_stats(matrix, rank) for name, matrix in matrices.items()}
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.movedim(1, -1).reshape(-1, t.shape[1])
