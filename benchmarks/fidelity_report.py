@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hot_compile.config import RECIPES, HotConfig, Strategy
+from hot_compile.passes import lqs
+from hot_compile.passes.profile import LayerProfile, Profile
+
 LOWER_IS_BETTER = {"loss"}
 RANKS = (16, 8, 4, 2, 1)
 
@@ -142,28 +146,30 @@ def lora_table(cells: Cells) -> str:
 
 
 def choice_table(cells: Cells, out: Path, task: str = "glyph-scratch") -> str | None:
-    """What LQS measured of each layer, and what it chose; None where that was not kept."""
-    chosen = {r: cells.get(task, r) for r in ("hot+lqs", "fast", "paper+lqs")}
-    path = out / "profiles" / f"{task}.fast.0.json"
-    if not path.exists() or not all(found and found[0].raw["reasons"] for found in chosen.values()):
+    """What LQS measured of each layer, and what it chooses by it; None where nothing was kept."""
+    path, trained = out / "profiles" / f"{task}.fast.0.json", cells.get(task, "fast")
+    if not path.exists() or not trained:
         return None
-    layers = json.loads(path.read_text())["layers"]
+    left_alone = {name for name, s in trained[0].raw["strategies"].items() if s == "exact"}
     rows = []
-    for name, layer in layers.items():
-        errors = layer["grad_weight"]
-        figures = [errors.get(v, {}).get("error") for v in ("hla8/batch", "int4", "int8")]
-        row = [name, *("" if f is None else f"{f:.3f}" for f in figures)]
-        row.append(f"{layer['token_error']:.4f} / {layer['tensor_error']:.4f}")
-        for recipe, found in chosen.items():
-            plan = found[0].raw if found else {"strategies": {}, "reasons": {}}
-            choice = plan["strategies"].get(name, "")
-            if recipe == "paper+lqs" and choice != "exact":
-                reason = plan["reasons"].get(name, "")
-                choice = re.search("per (token|tensor)", reason)[0] if "LQS" in reason else choice
-            row.append(choice)
+    for name, layer in Profile.load(path).layers.items():
+        if name in left_alone:
+            continue
+        errors = [layer.grad_weight.get(v) for v in ("hla8/batch", "int4", "int8")]
+        row = [name, *("" if e is None else f"{e.error:.3f}" for e in errors)]
+        row.append(f"{layer.token_error:.4f} / {layer.tensor_error:.4f}")
+        row += [str(_choice(layer, RECIPES[recipe])) for recipe in ("hot", "fast")]
+        row.append("per token" if lqs.per_token(layer, RECIPES["paper"]) else "per tensor")
         rows.append(row)
     header = ["layer", "g_w error hla8", "int4", "int8", "g_y error per token / tensor"]
     return _table([*header, "hot", "fast", "paper"], rows)
+
+
+def _choice(layer: LayerProfile, config: HotConfig) -> Strategy:
+    """The strategy that what was measured allows, whatever it gains."""
+    tried = lqs.candidates(config, layer)
+    allowed = (s for s in tried if lqs.over_budget(layer, config, s, bits=8) is None)
+    return next(allowed, Strategy.EXACT)
 
 
 def plot(cells: Cells, recipes: Iterable[str], path: Path) -> None:

@@ -41,7 +41,9 @@ class Gradients:
         self.found: dict[str, tuple[Tensor, float, float]] = {}
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
-        """Keep one layer's g_y [L, O]."""
+        """Keep one layer's g_y [L, O]; convolutions are left out."""
+        if layer.convolves:
+            return
         token, tensor = (float(error) for error in granule_errors(g, self._rank))
         self.found[layer.name] = (g[:ROWS, :COLUMNS].abs().float().cpu(), token, tensor)
 

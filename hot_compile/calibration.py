@@ -102,9 +102,8 @@ class Collector:
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Measure one layer's backward; nothing is read back before :meth:`flush`."""
         self._device = g.device
-        convolves = layer.site is not None and layer.site.conv is not None
-        rows = g.numel() // g.shape[1] if convolves else g.shape[0]
-        measure = self._measure_convolution if convolves else self._measure
+        rows = g.numel() // g.shape[1] if layer.convolves else g.shape[0]
+        measure = self._measure_convolution if layer.convolves else self._measure
         with torch.no_grad():
             self._pending.append((layer, rows, measure(layer, g, weight, x)))
 

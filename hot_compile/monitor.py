@@ -149,7 +149,7 @@ class Gauge:
         if place % period != self._turn % period:
             return
         with torch.no_grad():
-            if layer.site is not None and layer.site.conv is not None:
+            if layer.convolves:
                 self._convolution(layer, d, g, weight, x)
                 return
             if weight is not None:

@@ -36,10 +36,15 @@ class Layer:
     site: Site | None = None
     """The layer as matched, for planning it anew."""
 
+    @property
+    def convolves(self) -> bool:
+        """It is a convolution."""
+        return self.site is not None and self.site.conv is not None
+
 
 Observer = Callable[[Layer, Tensor, "Tensor | None", "Tensor | None"], None]
 """Called in each backward with (layer, g_y [L, O], W [O, I] or None, x [L, I] or None); None where
-the layer's backward has no use for the operand. Of a convolution (``layer.site.conv``) all three
+the layer's backward has no use for the operand. Of a convolution (``layer.convolves``) all three
 come, in their own shapes. It must not keep or change them.
 """
 

@@ -140,6 +140,26 @@ def test_fidelity_cell_is_trained_once_and_resumed(benchmark, tmp_path, capsys):
     assert path.stat().st_mtime_ns == written
 
 
+def test_fidelity_tells_what_lqs_chooses(benchmark, tmp_path):
+    from hot_compile.passes.profile import LayerProfile, Measure, Profile
+
+    def layer(hla, int4, token):
+        errors = {"hla8/batch": hla, "int4": int4, "int8": 0.01}
+        weight = {name: Measure(error, 1.0) for name, error in errors.items()}
+        return LayerProfile(64, 64, 64, "float32", 2, {}, weight, token, 0.05, {})
+
+    layers = {"a": layer(0.25, 0.05, 0.01), "b": layer(0.45, 0.3, 0.04), "head": layer(1, 1, 1)}
+    Profile(8, layers).save(tmp_path / "profiles" / "glyph-scratch.fast.0.json")
+    chosen = {"a": "hla8", "b": "int8", "head": "exact"}
+    _cell(tmp_path, "glyph-scratch", "fast", 0, 0.9, strategies=chosen)
+    report = benchmark("fidelity_report")
+    table = report.choice_table(report.Cells.load(tmp_path), tmp_path).splitlines()
+    assert table[2:] == [
+        "| a | 0.250 | 0.050 | 0.010 | 0.0100 / 0.0500 | int4 | hla8 | per token |",
+        "| b | 0.450 | 0.300 | 0.010 | 0.0400 / 0.0500 | int8 | int4 | per tensor |",
+    ]
+
+
 def test_fidelity_runs_what_is_missing_in_order(benchmark, tmp_path):
     fidelity = benchmark("fidelity")
     assert {r for recipes in fidelity.SUITE.values() for r in recipes} <= set(fidelity.IMPORTANCE)
