@@ -227,7 +227,8 @@ def compress_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     minimum = torch.where(finite, minimum, float("nan"))
     reciprocal = torch.where(usable, 1.0 / torch.where(usable, scale.float(), 1.0), zero)
     centred = torch.where(usable.unsqueeze(2), full - minimum.float().unsqueeze(2), 0.0)
-    q = torch.round(centred * reciprocal.unsqueeze(2)).clamp(0, 15).to(torch.uint8)
+    q = centred.double() * reciprocal.double().unsqueeze(2)  # rounded once, to an integer
+    q = torch.round(q).clamp(0, 15).to(torch.uint8)
     q = q.reshape(cols, groups * INT4_GROUP)[:, :rows]
     q = torch.nn.functional.pad(q, (0, round_up(rows, CONTRACT_ALIGN) - rows))
     return q[:, 0::2] | (q[:, 1::2] << 4), scale, minimum

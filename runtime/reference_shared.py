@@ -183,9 +183,10 @@ def _each(per_tile: Tensor, tile: int, contracted: int) -> Tensor:
     return per_tile.repeat_interleave(tile, 1)[:, :contracted]
 
 
-def _rounded(t: Tensor, reciprocal: Tensor) -> Tensor:
-    t = torch.where((reciprocal == 0).unsqueeze(1), 0.0, t)
-    return t.round().clamp(-127, 127).to(torch.int8)
+def _folded(t: Tensor, fold: Tensor, reciprocal: Tensor) -> Tensor:
+    """``t`` [C, K] times ``fold`` [K], the product rounded once: to an integer."""
+    product = torch.where((reciprocal == 0).unsqueeze(1), 0.0, t.double() * fold.double())
+    return product.round().clamp(-127, 127).to(torch.int8)
 
 
 def rescale_int4(
@@ -205,7 +206,7 @@ def rescale_int4(
     slope, start = step * reciprocal.unsqueeze(1), low * reciprocal.unsqueeze(1)
     q4 = torch.stack((packed & 15, packed >> 4), 2).reshape(cols, half * 2).float()
     slope, start = (_each(t, INT4_GROUP, half * 2) for t in (slope, start))
-    return _rounded((q4 * slope + start) * fold, reciprocal), column_scale
+    return _folded(q4 * slope + start, fold, reciprocal), column_scale
 
 
 def rescale_int8(
@@ -222,4 +223,4 @@ def rescale_int8(
     column_scale, reciprocal = _column_grid(step * 127.0, peak)
     tile = contracted // max(1, peak.shape[0]) * UNITS_PER_TILE
     slope = _each(step * reciprocal.unsqueeze(1), tile, contracted)
-    return _rounded(stored.float() * slope * fold, reciprocal), column_scale
+    return _folded(stored.float() * slope, fold, reciprocal), column_scale

@@ -66,6 +66,15 @@ def test_tokens_group_across_the_batch(samples, tokens, dtype):
     check_all(sample(samples * tokens, 72, dtype), 8, tokens)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rank", "tokens"),
+    [((9000, 2304), 0, 1), ((9000, 2304), 8, 200), ((4500, 4096), 0, 1)],
+)
+def test_many_tiles(shape, rank, tokens):
+    """More tiles than fit on the device at once; the last units have rows missing."""
+    check("quantize_shared", sample(*shape, torch.bfloat16), rank, tokens)
+
+
 @pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

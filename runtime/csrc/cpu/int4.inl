@@ -77,7 +77,7 @@ inline void pack_group(const float* values, F minimum, F factor, uint8_t* packed
                        int columns, int bytes) {
   I words[16];
   auto q = [&](int r) {
-    return nearest_to_int(mul(sub(load(values + r * kStrip), minimum), factor));
+    return nearest_product(sub(load(values + r * kStrip), minimum), factor);
   };
   for (int i = 0; i < 16; ++i) {
     int r = 8 * i;

@@ -222,7 +222,7 @@ inline void rescale_places(const int8_t* values, int n, float slope, float start
       continue;
     }
     F x = add(mul(to_float(load_bytes(values + 16 * i)), set(slope)), set(start));
-    part[i] = nearest_to_int(mul(x, load(fold + 16 * i)));
+    part[i] = nearest_product(x, load(fold + 16 * i));
   }
   I packed = pack_sequence(part[0], part[1], part[2], part[3]);
   store_bytes(q, clamp_bytes(packed, 127), n);

@@ -36,8 +36,8 @@ __device__ inline uint2 pack_nibbles(const float (&v)[kOrder], float low, float 
     uint32_t packed = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
-      float t = __fmul_rn(__fsub_rn(v[8 * half + i], low), reciprocal);
-      packed = packed * 16 + __float_as_uint(__fadd_rn(t, 12582912.0f));
+      float t = __fmaf_rn(__fsub_rn(v[8 * half + i], low), reciprocal, 12582912.0f);
+      packed = packed * 16 + __float_as_uint(t);
     }
     word[half] = packed - kOffsets;
   }
@@ -75,19 +75,30 @@ __device__ void find_groups(const CompressTask& task, CompressShared<T>& shared,
 
 template <class T>
 __device__ void keep_extremes(CompressShared<T>& shared, int group, int lane, int valid) {
-  float v[Tile<T>::kPerThread][kOrder];
-  shared.tile.read_columns(group, lane, v);
+  constexpr int kCount = Word<T>::kCount;
+  constexpr uint32_t kMost = Infinity<T>::kWord, kLeast = kMost | Infinity<T>::kSigns;
+  uint2 low = make_uint2(kMost, kMost), high = make_uint2(kLeast, kLeast);
+  auto take = [&](int i) {
+    uint2 words = shared.tile.read_words(group, lane, i);
+    low.x = min_words(low.x, words.x, T()), low.y = min_words(low.y, words.y, T());
+    high.x = max_words(high.x, words.x, T()), high.y = max_words(high.y, words.y, T());
+  };
+  if (valid == kOrder) {
+#pragma unroll
+    for (int i = 0; i < kOrder; ++i) take(i);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < valid; ++i) take(i);
+  }
+  float lows[2 * kCount], highs[2 * kCount];
+  unpack(low.x, lows, T());
+  unpack(low.y, lows + kCount, T());
+  unpack(high.x, highs, T());
+  unpack(high.y, highs + kCount, T());
 #pragma unroll
   for (int c = 0; c < Tile<T>::kPerThread; ++c) {
-    float low = INFINITY, high = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kOrder; ++i) {
-      if (valid < kOrder && i >= valid) continue;
-      low = min_nan(low, v[c][i]);
-      high = max_nan(high, v[c][i]);
-    }
-    shared.low[group][c * 32 + lane] = low;
-    shared.high[group][c * 32 + lane] = high;
+    shared.low[group][c * 32 + lane] = lows[c];
+    shared.high[group][c * 32 + lane] = highs[c];
   }
 }
 
@@ -115,6 +126,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
     compress_int4_kernel(const __grid_constant__ CompressTask task) {
   __shared__ CompressShared<T> shared;
+  wait_for_predecessor();
   uint32_t tile = tile_index(), rows = static_cast<uint32_t>(task.rows);
   if (int64_t{tile} * kTileRows >= task.rows) return;
   int64_t first = static_cast<int64_t>(blockIdx.x) * Tile<T>::kColumns;
@@ -145,8 +157,8 @@ template <class T>
 void launch(const CompressTask& task) {
   int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
   int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
-  compress_int4_kernel<T><<<strips_by_tiles(strips, tiles), kThreads, 0, task.stream>>>(task);
-  check_launch("compress_int4");
+  queue_kernel("compress_int4", compress_int4_kernel<T>, {strips_by_tiles(strips, tiles), kThreads},
+               task.stream, task);
 }
 
 }  // namespace

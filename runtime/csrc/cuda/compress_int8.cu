@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     compress_int8_kernel(const __grid_constant__ CompressInt8Task task) {
   constexpr int kPer = Tile<T>::kPerThread;
   __shared__ Int8Shared<T> shared;
+  wait_for_predecessor();
   uint32_t tile = tile_index();
   if (tile >= task.tiles) return;
   int64_t first = static_cast<int64_t>(blockIdx.x) * Tile<T>::kColumns;
@@ -91,16 +92,14 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
   for (int c = 0; c < kPer; ++c) {
     float reciprocal = shared.reciprocal[c * 32 + lane];
-    uint32_t words[kKept / 4];
+    uint32_t words[kKept / 4], mask = reciprocal == 0.0f ? 0 : ~0u;
 #pragma unroll
     for (int w = 0; w < kKept / 4; ++w) {
-      uint32_t q[4];
+      uint32_t q[4];  // the scale is rounded outward: nothing is beyond 127.5
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float t = __fmul_rn(kept[c][4 * w + j], reciprocal);
-        q[j] = __float_as_uint(__fadd_rn(fminf(fmaxf(t, -127.0f), 127.0f), 12582912.0f));
-      }
-      words[w] = reciprocal == 0.0f ? 0 : low_bytes(q[0], q[1], q[2], q[3]);
+      for (int j = 0; j < 4; ++j)
+        q[j] = __float_as_uint(__fadd_rn(__fmul_rn(kept[c][4 * w + j], reciprocal), 12582912.0f));
+      words[w] = low_bytes(q[0], q[1], q[2], q[3]) & mask;
     }
     unsigned char* chunk = out.chunk(lane * kPer + c, group);
     if constexpr (kKept == 8)
@@ -118,11 +117,8 @@ template <class T>
 void launch(const CompressInt8Task& task) {
   int64_t strips = (task.columns + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
   dim3 grid = strips_by_tiles(strips, task.tiles);
-  if (task.rank == 0)
-    compress_int8_kernel<T, 16><<<grid, kThreads, 0, task.stream>>>(task);
-  else
-    compress_int8_kernel<T, 8><<<grid, kThreads, 0, task.stream>>>(task);
-  check_launch("compress_int8");
+  auto kernel = task.rank == 0 ? compress_int8_kernel<T, 16> : compress_int8_kernel<T, 8>;
+  queue_kernel("compress_int8", kernel, {grid, kThreads}, task.stream, task);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "stream.hpp"
+
 namespace hot {
 
 // out = a b^T with a [m, k], b [n, k] int8 or packed INT4 (int4_*), k contiguous; lda and ldb count
@@ -24,7 +26,7 @@ struct GemmProblem {
   int64_t lda, ldb, ldo;
   int64_t slab;
   int sm_count;
-  cudaStream_t stream;
+  Stream stream;
 };
 
 // Throws std::runtime_error with CUTLASS's or CUDA's reason.

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "stream.hpp"
+
 namespace hot {
 
 struct CompressTask {
@@ -15,7 +17,7 @@ struct CompressTask {
   int64_t packed_length;  // rows padded to 32, two a byte
   uint16_t* scale;        // bf16 [columns, groups]
   uint16_t* minimum;
-  cudaStream_t stream;
+  Stream stream;
 };
 
 struct ExpandTask {
@@ -26,7 +28,7 @@ struct ExpandTask {
   int8_t* q;  // [columns, 2 * packed_length]
   float* column_scale;
   float* zero;
-  cudaStream_t stream;
+  Stream stream;
 };
 
 void compress_int4_bf16(const CompressTask&);

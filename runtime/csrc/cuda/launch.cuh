@@ -7,6 +7,9 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "stream.hpp"
 
 namespace hot {
 
@@ -45,6 +48,46 @@ inline dim3 strips_by_tiles(int64_t strips, int64_t tiles) {
 
 #ifdef __CUDACC__
 __device__ inline uint32_t tile_index() { return blockIdx.z * kMostY + blockIdx.y; }
+
+struct Geometry {
+  dim3 blocks;
+  unsigned threads;
+  size_t shared = 0;
+  int cluster = 1;
+};
+
+// Queues a kernel that calls wait_for_predecessor() before it touches device memory.
+template <class... Parameters, class... Arguments>
+void queue_kernel(const char* name, void (*kernel)(Parameters...), const Geometry& grid,
+                  Stream stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.blocks;
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (stream.overlap) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
+  check_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), name);
+}
+
+// Returns once all that the stream's earlier kernels wrote is there, and lets the next kernel's
+// blocks take free places: they wait here in turn. Without an overlapping launch, nothing.
+__device__ inline void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 #endif
 
 }  // namespace hot

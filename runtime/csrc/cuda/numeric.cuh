@@ -46,6 +46,44 @@ __device__ inline float min_nan(float a, float b) {
   return m;
 }
 
+// The smaller and the larger of the elements of two words, NaN first.
+__device__ inline uint32_t min_words(uint32_t a, uint32_t b, __nv_bfloat16) {
+  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+__device__ inline uint32_t max_words(uint32_t a, uint32_t b, __nv_bfloat16) {
+  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+__device__ inline uint32_t min_words(uint32_t a, uint32_t b, __half) {
+  asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+__device__ inline uint32_t max_words(uint32_t a, uint32_t b, __half) {
+  asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+__device__ inline uint32_t min_words(uint32_t a, uint32_t b, float) {
+  return __float_as_uint(min_nan(__uint_as_float(a), __uint_as_float(b)));
+}
+__device__ inline uint32_t max_words(uint32_t a, uint32_t b, float) {
+  return __float_as_uint(max_nan(__uint_as_float(a), __uint_as_float(b)));
+}
+
+// A word of infinities; the sign bits make them negative.
+template <class T>
+struct Infinity {
+  static constexpr uint32_t kWord = 0x7f800000, kSigns = 0x80000000;
+};
+template <>
+struct Infinity<__nv_bfloat16> {
+  static constexpr uint32_t kWord = 0x7f807f80, kSigns = 0x80008000;
+};
+template <>
+struct Infinity<__half> {
+  static constexpr uint32_t kWord = 0x7c007c00, kSigns = 0x80008000;
+};
+
 template <int kDistance>
 __device__ inline void butterfly(float (&v)[kOrder]) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// rescale_int4 and rescale_int8: storage times the fold along K, on one INT8 grid per column. A
-// thread owns 16 places along K, whose fold it reads once, in several columns.
+// rescale_int4 and rescale_int8: storage times the fold along K, on one INT8 grid per column. One
+// kernel finds the grids from scales alone; in the other a thread owns 16 places along K, whose
+// fold it reads once, in several columns.
 #include "bf16.cuh"
 #include "launch.cuh"
 #include "numeric.cuh"
@@ -9,23 +10,23 @@ namespace hot {
 namespace {
 
 constexpr int kThreads = 256, kPlaces = 16;
-constexpr int kColumns = 8;           // of one block
-constexpr int kAtOnce = 4;            // columns whose reads are under way together
-constexpr int kUnitsPerTile = 8;      // ops.UNITS_PER_TILE
-constexpr unsigned kMostChunks = 16;  // each finds the grids again
-
-struct Grid {
-  float scale, reciprocal;
-};
+constexpr int kColumns = 8;       // of one block
+constexpr int kAtOnce = 4;        // columns whose reads are under way together
+constexpr int kUnitsPerTile = 8;  // ops.UNITS_PER_TILE
+constexpr unsigned kMostY = 65535;
 
 // Largest of the fold within a tile.
 __device__ inline float tile_peak(const RescaleTask& task, int64_t tile) {
-  float most = 0.0f;
-#pragma unroll
-  for (int u = 0; u < kUnitsPerTile; ++u) {
-    int64_t unit = tile * kUnitsPerTile + u;
-    if (unit < task.units) most = max_nan(most, task.peak[unit]);
+  const float* peak = task.peak + tile * kUnitsPerTile;
+  int64_t left = task.units - tile * kUnitsPerTile;
+  if (left >= kUnitsPerTile) {
+    float4 a = *reinterpret_cast<const float4*>(peak);
+    float4 b = *reinterpret_cast<const float4*>(peak + 4);
+    return max_nan(max_nan(max_nan(a.x, a.y), max_nan(a.z, a.w)),
+                   max_nan(max_nan(b.x, b.y), max_nan(b.z, b.w)));
   }
+  float most = 0.0f;
+  for (int u = 0; u < left; ++u) most = max_nan(most, peak[u]);
   return most;
 }
 
@@ -37,12 +38,14 @@ __device__ inline float magnitude(const RescaleTask& task, int64_t at) {
   return max_nan(fabsf(low), fabsf(__fadd_rn(__fmul_rn(15.0f, step), low)));
 }
 
-// Grids of the block's columns from their bounds over all tiles, a tile a thread.
+// The columns' grids from their bounds over all tiles, a tile a thread.
 template <bool kNibbles>
-__device__ void find_grids(const RescaleTask& task, int64_t first, int columns,
-                           Grid (&grids)[kColumns]) {
+__global__ void __launch_bounds__(kThreads) grids_kernel(const __grid_constant__ RescaleTask task) {
   __shared__ uint32_t most[kColumns];
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
+  int columns = static_cast<int>(min(task.columns - first, int64_t{kColumns}));
   if (threadIdx.x < kColumns) most[threadIdx.x] = 0;
+  wait_for_predecessor();
   __syncthreads();
   float bound[kColumns] = {};
   for (int64_t tile = threadIdx.x; tile < task.tiles; tile += kThreads) {
@@ -59,13 +62,27 @@ __device__ void find_grids(const RescaleTask& task, int64_t first, int columns,
     if (threadIdx.x % 32 == 0) atomicMax(most + c, bits);
   }
   __syncthreads();
-  if (threadIdx.x < kColumns)
-    grids[threadIdx.x] = {scale_of(most[threadIdx.x], 127.0f),
-                          reciprocal_of(most[threadIdx.x], 127.0f)};
-  __syncthreads();
+  if (threadIdx.x >= columns) return;
+  task.column_scale[first + threadIdx.x] = scale_of(most[threadIdx.x], 127.0f);
+  task.reciprocal[first + threadIdx.x] = reciprocal_of(most[threadIdx.x], 127.0f);
 }
 
-__device__ inline uint32_t rounded(float t) { return __float_as_uint(__fadd_rn(t, 12582912.0f)); }
+// Where a thread's places of one column are, in bytes of storage and in scales.
+template <bool kNibbles>
+struct Place {
+  const uint8_t* stored;
+  int64_t grid;
+
+  __device__ Place(const RescaleTask& task, int64_t column, int64_t k, uint32_t tile)
+      : stored(static_cast<const uint8_t*>(task.stored) +
+               (column * task.contracted + k) / (kNibbles ? 2 : 1)),
+        grid(column * task.tiles + tile) {}
+
+  __device__ void next(const RescaleTask& task) {
+    stored += task.contracted / (kNibbles ? 2 : 1);
+    grid += task.tiles;
+  }
+};
 
 // 16 stored values of one column and their tile's scale.
 template <bool kNibbles>
@@ -73,16 +90,14 @@ struct Stored {
   uint4 words;
   uint16_t step, low;
 
-  __device__ void load(const RescaleTask& task, int64_t column, int64_t k, int64_t tile) {
-    const uint8_t* stored = static_cast<const uint8_t*>(task.stored);
-    int64_t at = column * task.contracted + k;
-    step = task.scale[column * task.tiles + tile];
+  __device__ void load(const RescaleTask& task, const Place<kNibbles>& place) {
+    step = task.scale[place.grid];
     if constexpr (kNibbles) {
-      uint2 half = __ldcs(reinterpret_cast<const uint2*>(stored + at / 2));
+      uint2 half = __ldcs(reinterpret_cast<const uint2*>(place.stored));
       words = make_uint4(half.x, half.y, 0, 0);
-      low = task.minimum[column * task.tiles + tile];
+      low = task.minimum[place.grid];
     } else {
-      words = __ldcs(reinterpret_cast<const uint4*>(stored + at));
+      words = __ldcs(reinterpret_cast<const uint4*>(place.stored));
     }
   }
 
@@ -91,20 +106,22 @@ struct Stored {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
     float slope = __fmul_rn(from_bf16(step), reciprocal);
     float start = kNibbles ? __fmul_rn(from_bf16(low), reciprocal) : 0.0f;
+    float base = __fmul_rn(-8388608.0f, slope);
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) {
-      if (kNibbles) {
-        uint32_t nibble = word[i / 8] >> 4 * (i % 8) & 15u;
-        float q = __fadd_rn(__uint_as_float(0x4B000000u | nibble), -8388608.0f);
-        v[i] = __fadd_rn(__fmul_rn(q, slope), start);
+      if (kNibbles) {  // 2^23 + nibble, times slope, less 2^23 slope: nibble * slope, rounded once
+        uint32_t bytes = word[i / 8] >> 4 * (i % 2) & 0x0F0F0F0Fu;
+        uint32_t bits = __byte_perm(bytes, 0x4B000000u, 0x7550 | i % 8 / 2);
+        v[i] = __fadd_rn(__fmaf_rn(__uint_as_float(bits), slope, base), start);
       } else {  // byte + 128, in the mantissa of 2^23
-        uint32_t bits = __byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7650 | i % 4);
+        uint32_t bits = __byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7550 | i % 4);
         v[i] = __fmul_rn(__fadd_rn(__uint_as_float(bits), -8388736.0f), slope);
       }
     }
   }
 };
 
+// The product is rounded to an integer once.
 __device__ inline uint4 fold_and_round(const float (&v)[kPlaces], const float (&fold)[kPlaces],
                                        bool zero) {
   uint32_t words[kPlaces / 4];
@@ -112,54 +129,60 @@ __device__ inline uint4 fold_and_round(const float (&v)[kPlaces], const float (&
   for (int w = 0; w < kPlaces / 4; ++w) {
     uint32_t q[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) q[j] = rounded(__fmul_rn(v[4 * w + j], fold[4 * w + j]));
+    for (int j = 0; j < 4; ++j)
+      q[j] = __float_as_uint(__fmaf_rn(v[4 * w + j], fold[4 * w + j], 12582912.0f));
     words[w] = low_bytes(q[0], q[1], q[2], q[3]);
   }
   return zero ? make_uint4(0, 0, 0, 0) : make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// Storage and fold are older than grids_kernel, which waited for the kernels before it, so their
+// first reads need not wait for it in turn.
 template <bool kNibbles>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     rescale_kernel(const __grid_constant__ RescaleTask task) {
-  __shared__ Grid grids[kColumns];
   int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
   int columns = static_cast<int>(min(task.columns - first, int64_t{kColumns}));
-  find_grids<kNibbles>(task, first, columns, grids);
-  if (blockIdx.y == 0 && threadIdx.x < columns)
-    task.column_scale[first + threadIdx.x] = grids[threadIdx.x].scale;
   int64_t step = int64_t{gridDim.y} * kThreads * kPlaces;
   int64_t k = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kPlaces;
+  Stored<kNibbles> stored[kAtOnce];
+  float fold[kPlaces];
+  bool waited = false;
   for (; k < task.contracted; k += step) {
-    int64_t tile = static_cast<uint32_t>(k) / static_cast<uint32_t>(task.tile);
-    alignas(16) float fold[kPlaces];
+    uint32_t tile = static_cast<uint32_t>(k) / static_cast<uint32_t>(task.tile);
 #pragma unroll
-    for (int i = 0; i < kPlaces; i += 4)
-      *reinterpret_cast<float4*>(fold + i) = *reinterpret_cast<const float4*>(task.fold + k + i);
+    for (int i = 0; i < kPlaces; i += 4) {
+      float4 part = *reinterpret_cast<const float4*>(task.fold + k + i);
+      fold[i] = part.x, fold[i + 1] = part.y, fold[i + 2] = part.z, fold[i + 3] = part.w;
+    }
+#pragma unroll 1
+    for (int c0 = 0; c0 < columns; c0 += kAtOnce) {
+      Place<kNibbles> place(task, first + c0, k, tile);
 #pragma unroll
-    for (int c0 = 0; c0 < kColumns; c0 += kAtOnce) {
-      Stored<kNibbles> stored[kAtOnce];
+      for (int c = 0; c < kAtOnce; ++c, place.next(task))
+        if (c0 + c < columns) stored[c].load(task, place);
+      if (!waited) wait_for_predecessor();
+      waited = true;
+      int8_t* out = task.q + (first + c0) * task.contracted + k;
 #pragma unroll
-      for (int c = 0; c < kAtOnce; ++c)
-        if (c0 + c < columns) stored[c].load(task, first + c0 + c, k, tile);
-#pragma unroll
-      for (int c = 0; c < kAtOnce; ++c) {
+      for (int c = 0; c < kAtOnce; ++c, out += task.contracted) {
         if (c0 + c >= columns) break;
-        float v[kPlaces], reciprocal = grids[c0 + c].reciprocal;
+        float v[kPlaces], reciprocal = task.reciprocal[first + c0 + c];
         stored[c].values(reciprocal, v);
-        *reinterpret_cast<uint4*>(task.q + (first + c0 + c) * task.contracted + k) =
-            fold_and_round(v, fold, reciprocal == 0.0f);
+        *reinterpret_cast<uint4*>(out) = fold_and_round(v, fold, reciprocal == 0.0f);
       }
     }
   }
+  if (!waited) wait_for_predecessor();
 }
 
 template <bool kNibbles>
 void launch(const RescaleTask& task) {
+  unsigned groups = grid_size((task.columns + kColumns - 1) / kColumns);
   int64_t chunks = (task.contracted + kThreads * kPlaces - 1) / (kThreads * kPlaces);
-  dim3 grid(grid_size((task.columns + kColumns - 1) / kColumns),
-            static_cast<unsigned>(chunks < kMostChunks ? chunks : kMostChunks));
-  rescale_kernel<kNibbles><<<grid, kThreads, 0, task.stream>>>(task);
-  check_launch("rescale");
+  queue_kernel("rescale: grids", grids_kernel<kNibbles>, {groups, kThreads}, task.stream, task);
+  dim3 grid(groups, static_cast<unsigned>(chunks < kMostY ? chunks : kMostY));
+  queue_kernel("rescale", rescale_kernel<kNibbles>, {grid, kThreads}, task.stream, task);
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(512) sample_kernel(const __grid_constant__ Sha
   if (threadIdx.x < kSampleStrip) most[threadIdx.x] = 0;
   if (threadIdx.x == 0) top = 0;
   __syncthreads();
+  wait_for_predecessor();
   int lane = threadIdx.x % kLanes;
   int64_t first = static_cast<int64_t>(blockIdx.x) * kSampleStrip,
           column = first + lane * kOwned<T>;
@@ -112,6 +113,13 @@ struct UnitRows {
         samples(task.samples),
         tokens(task.tokens) {}
 
+  // To the next unit, without dividing.
+  __device__ void next() {
+    bool wrap = ++token == tokens;
+    token = wrap ? 0 : token;
+    sample += wrap ? kOrder : 0;
+  }
+
   __device__ bool has(uint32_t i) const { return sample + i < samples; }
   __device__ uint32_t row(uint32_t i) const { return (sample + i) * tokens + token; }
 };
@@ -162,16 +170,20 @@ struct Lift<__nv_bfloat16> {
     words.y = product(words.y, by[2], by[3]);
   }
   __device__ float largest(uint2 words) const {
-    uint32_t most;
+    uint32_t most;  // magnitudes; what signs they get does not matter
+#if __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(words.x), "r"(words.y));
+#else
     asm("{\n.reg .b32 a, b;\n"
         "abs.bf16x2 a, %1;\n"
         "abs.bf16x2 b, %2;\n"
         "max.NaN.bf16x2 %0, a, b;\n}"
         : "=r"(most)
         : "r"(words.x), "r"(words.y));
+#endif
     float v[2];
     unpack(most, v, __nv_bfloat16());
-    return max_nan(v[0], v[1]);
+    return max_nan(fabsf(v[0]), fabsf(v[1]));
   }
   __device__ float value(float x, int) const { return x; }
 };
@@ -225,17 +237,12 @@ struct Patch {
     for (int c = 0; c < kColumns; ++c) v[c] = lift.value(v[c], c);
   }
 
-  // Lane i gets the bits of row i's absmax in this warp.
-  __device__ uint32_t largest() {
-    int lane = threadIdx.x % 32;
-    uint32_t mine = 0;
+  // Bits of the rows' absmax in this warp.
+  __device__ void largest(uint32_t (&of_row)[kOrder]) {
     forget_unpacked();
 #pragma unroll
-    for (int i = 0; i < kOrder; ++i) {
-      uint32_t of_row = __reduce_max_sync(~0u, __float_as_uint(lift.largest(words[i])));
-      mine = lane == i ? of_row : mine;
-    }
-    return mine;
+    for (int i = 0; i < kOrder; ++i)
+      of_row[i] = __reduce_max_sync(~0u, __float_as_uint(lift.largest(words[i])));
   }
 
   // The kept rows of the unit: 8 bytes of each column, to its place in `out`. One word's columns
@@ -342,13 +349,31 @@ struct Patch {
   }
 };
 
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+__device__ inline void wait_for_phase(const uint64_t& barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+#endif
+}
+
 // How the threads of a unit agree on its rows' absmax. Blocks of a cluster send each other theirs
 // as stores that count as bytes of a barrier: a barrier of the whole cluster would wait for all
 // that the threads have stored to memory before. Buffers alternate: before anybody fills one for
 // the second time, everybody has filled the other, so has read it.
 struct Agreement {
   static constexpr int kWarps = kSharedThreads / 32;
-  uint32_t of_warp[2][kWarps][kOrder];  // zero where the block has no such warp
+  alignas(16) uint32_t of_warp[2][kWarps][kOrder];  // zero where the block has no such warp
   uint32_t of_block[2][kMostCluster][kOrder];
   alignas(8) uint64_t arrived[2];
 
@@ -357,17 +382,23 @@ struct Agreement {
 #if __CUDA_ARCH__ >= 900
     if (!cluster) return;
     if (threadIdx.x < 2) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(arrived + threadIdx.x)));
+      asm volatile(
+          "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrived + threadIdx.x)));
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cooperative_groups::this_cluster().sync();
 #endif
   }
 
-  // The unit's maxima, in lanes below kOrder of every warp; `mine` is the warp's, `turn` counts.
-  __device__ uint32_t largest(uint32_t mine, int turn, unsigned blocks) {
+  // The unit's maxima from the warps', in lanes below kOrder of every warp; `turn` counts.
+  __device__ uint32_t largest(const uint32_t (&of_row)[kOrder], int turn, unsigned blocks) {
     int lane = threadIdx.x % 32, buffer = turn % 2;
-    if (lane < kOrder) of_warp[buffer][threadIdx.x / 32][lane] = mine;
+    uint4* mine = reinterpret_cast<uint4*>(of_warp[buffer][threadIdx.x / 32]);
+    if (lane == 0)
+#pragma unroll
+      for (int i = 0; i < kOrder / 4; ++i)
+        mine[i] =
+            make_uint4(of_row[4 * i], of_row[4 * i + 1], of_row[4 * i + 2], of_row[4 * i + 3]);
     __syncthreads();
     if (blocks > 1 && threadIdx.x >= 32) return received(turn, blocks);
     uint32_t most = 0;
@@ -380,29 +411,25 @@ struct Agreement {
     return received(turn, blocks);
   }
 
-  __device__ static uint32_t address(const void* shared) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  }
-
   // To every block of the cluster, this one included, by its first warp.
   __device__ void send(uint32_t most, int buffer, unsigned blocks) {
 #if __CUDA_ARCH__ >= 900
     int lane = threadIdx.x;
     unsigned self = cooperative_groups::this_cluster().block_rank();
     if (lane == 0)
-      asm volatile(
-          "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(arrived + buffer)),
-          "r"(static_cast<uint32_t>(blocks * kOrder * sizeof(uint32_t)))
-          : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                       shared_address(arrived + buffer)),
+                   "r"(static_cast<uint32_t>(blocks * kOrder * sizeof(uint32_t)))
+                   : "memory");
     if (lane >= kOrder) return;
     for (unsigned b = 0; b < blocks; ++b) {
       uint32_t slot, barrier;
       asm("mapa.shared::cluster.u32 %0, %1, %2;"
           : "=r"(slot)
-          : "r"(address(&of_block[buffer][self][lane])), "r"(b));
+          : "r"(shared_address(&of_block[buffer][self][lane])), "r"(b));
       asm("mapa.shared::cluster.u32 %0, %1, %2;"
           : "=r"(barrier)
-          : "r"(address(arrived + buffer)), "r"(b));
+          : "r"(shared_address(arrived + buffer)), "r"(b));
       asm volatile(
           "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
               slot),
@@ -415,15 +442,7 @@ struct Agreement {
   __device__ uint32_t received(int turn, unsigned blocks) {
     uint32_t most = 0;
 #if __CUDA_ARCH__ >= 900
-    uint32_t done = 0, parity = turn / 2 % 2;
-    while (!done)
-      asm volatile(
-          "{\n.reg .pred p;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(done)
-          : "r"(address(arrived + turn % 2)), "r"(parity)
-          : "memory");
+    wait_for_phase(arrived[turn % 2], turn / 2 % 2);
     for (unsigned b = 0; b < blocks && threadIdx.x % 32 < kOrder; ++b)
       most = max(most, of_block[turn % 2][b][threadIdx.x % 32]);
     __syncwarp();
@@ -493,9 +512,8 @@ struct Columns {
     return collected + t * kColumn + (unit ^ swap(t)) * kPart;
   }
 
-  // 16 bytes of a thread's column.
-  __device__ static uint4 vector(const unsigned char* column, int thread, int vector) {
-    int s = swap(thread);
+  // 16 bytes of a column whose thread swaps by `s`.
+  __device__ static uint4 vector(const unsigned char* column, int s, int vector) {
     if (kRank == 0) return *reinterpret_cast<const uint4*>(column + (vector ^ s) * 16);
     uint4 v = *reinterpret_cast<const uint4*>(column + (vector ^ s / 2) * 16);
     return s % 2 ? make_uint4(v.z, v.w, v.x, v.y) : v;
@@ -506,18 +524,21 @@ struct Columns {
   __device__ static void write(const SharedTask& task, uint32_t tile, int64_t first,
                                const unsigned char* collected) {
     constexpr int kVectors = kColumn / 16;
-    int64_t offset = tile * int64_t{kColumn} + threadIdx.x % kVectors * 16;
+    int at = threadIdx.x % kVectors;
+    int64_t offset = tile * int64_t{kColumn} + at * 16;
     if (offset >= task.contracted) return;
+#pragma unroll 1
+    for (int part = 0; part < kVectors; ++part) {
+      int owner = (part * blockDim.x + threadIdx.x) / kVectors, s = swap(owner);
+      int64_t column = first + owner * kOwned<T>;
+      int left = static_cast<int>(min(task.columns - column, int64_t{kOwned<T>}));
+      const unsigned char* bytes = collected + owner * kColumn;
+      int8_t* out = task.col_q + column * task.contracted + offset;
 #pragma unroll
-    for (int c = 0; c < kOwned<T>; ++c) {
-#pragma unroll
-      for (int part = 0; part < kVectors; ++part) {
-        int owner = (part * blockDim.x + threadIdx.x) / kVectors;
-        int64_t column = first + owner * kOwned<T> + c;
-        const unsigned char* bytes = collected + (c * blockDim.x + owner) * kColumn;
-        if (column < task.columns)
-          *reinterpret_cast<uint4*>(task.col_q + column * task.contracted + offset) =
-              vector(bytes, owner, threadIdx.x % kVectors);
+      for (int c = 0; c < kOwned<T>; ++c) {
+        if (c < left) *reinterpret_cast<uint4*>(out) = vector(bytes, s, at);
+        bytes += blockDim.x * kColumn;
+        out += task.contracted;
       }
     }
   }
@@ -553,27 +574,31 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocksPerSm)
   __shared__ Agreement agreement;
   unsigned blocks = cluster_size(cluster), part = blockIdx.x % blocks;
   uint32_t tile = blockIdx.x / blocks;
+  uint32_t begin = tile * kTileUnits, end = min(begin + kTileUnits, task.units);
   int64_t first = int64_t{part} * blockDim.x * kOwned<T>;
   int64_t column = first + threadIdx.x * kOwned<T>;
   Patch<T> patch;
   agreement.start(cluster);
+  wait_for_predecessor();
   patch.find_lift(task, column, highest_exponent(task), tile == 0);
+  UnitRows rows(task, begin), ahead = rows;
+  ahead.next();
 #pragma unroll 1
-  for (int u = 0; u < kTileUnits; ++u) {
-    uint32_t unit = tile * kTileUnits + u;
-    if (unit >= task.units) break;
-    UnitRows rows(task, unit);
+  for (uint32_t unit = begin; unit < end; ++unit, rows = ahead, ahead.next()) {
+    int turn = static_cast<int>(unit - begin);
     bool whole = task.vectors && rows.has(kOrder - 1);
     if (whole)
       patch.template load<true>(task, rows, column);
     else
       patch.template load<false>(task, rows, column);
-    if (u + 1 < kTileUnits) prefetch<T>(task, UnitRows(task, unit + 1), first);
+    if (unit + 1 < end) prefetch<T>(task, ahead, first);
     patch.apply_lift();
-    uint32_t most = agreement.largest(patch.largest(), u, blocks);
+    uint32_t of_row[kOrder];
+    patch.largest(of_row);
+    uint32_t most = agreement.largest(of_row, turn, blocks);
     if (part == 0 && threadIdx.x < 32) write_scales<kRank>(task, rows, unit, most);
     quantize_unit<T, kRank>(task, rows, unit, column, patch, most, whole,
-                            Columns<kRank>::place(collected, u));
+                            Columns<kRank>::place(collected, turn));
   }
   __syncthreads();
   Columns<kRank>::template write<T>(task, tile, first, collected);
@@ -591,14 +616,18 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocksPerSm)
   int64_t step = int64_t{blockDim.x} * kOwned<T>, own = threadIdx.x * kOwned<T>;
   Patch<T> patch;
   for (int i = threadIdx.x; i < kTileUnits * kOrder; i += blockDim.x) most[0][i] = 0;
+  wait_for_predecessor();
   int highest = highest_exponent(task);  // ends with the block in step
   for (int64_t first = 0; first < task.row_length; first += step) {
     patch.find_lift(task, first + own, highest, tile == 0);
     for (int u = 0; u < units; ++u) {
       patch.template load<false>(task, UnitRows(task, tile * kTileUnits + u), first + own);
       patch.apply_lift();
-      uint32_t mine = patch.largest();
-      if (lane < kOrder) atomicMax(&most[u][lane], mine);
+      uint32_t of_row[kOrder];
+      patch.largest(of_row);
+#pragma unroll
+      for (int i = 0; i < kOrder; ++i)
+        if (lane == i) atomicMax(&most[u][i], of_row[i]);
     }
   }
   __syncthreads();
@@ -646,29 +675,19 @@ void launch_shared_rank(const SharedTask& task) {
   unsigned threads = static_cast<unsigned>(shape.threads);
   if (!shape.resident) {
     allow_shared<shared_long_kernel<T, kRank>, kSharedThreads * kEach>(task.device);
-    shared_long_kernel<T, kRank><<<grid_size(tiles), threads, threads * kEach, task.stream>>>(task);
-    return check_launch("quantize_shared");
+    return queue_kernel("quantize_shared", shared_long_kernel<T, kRank>,
+                        {grid_size(tiles), threads, threads * kEach}, task.stream, task);
   }
   allow_shared<shared_kernel<T, kRank>, kSharedThreads * kEach>(task.device);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_size(tiles * shape.cluster));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = threads * kEach;
-  config.stream = task.stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, shared_kernel<T, kRank>, task, shape.cluster > 1),
-             "quantize_shared");
+  queue_kernel("quantize_shared", shared_kernel<T, kRank>,
+               {grid_size(tiles * shape.cluster), threads, threads * kEach, shape.cluster},
+               task.stream, task, shape.cluster > 1);
 }
 
 template <class T>
 void launch_shared(const SharedTask& task) {
   unsigned strips = grid_size((task.columns + kSampleStrip - 1) / kSampleStrip);
-  sample_kernel<T><<<strips, 512, 0, task.stream>>>(task);
-  check_launch("quantize_shared: sample");
+  queue_kernel("quantize_shared: sample", sample_kernel<T>, {strips, 512}, task.stream, task);
   if (task.rank == 0) return launch_shared_rank<T, 0>(task);
   launch_shared_rank<T, 8>(task);
 }

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "stream.hpp"
+
 namespace hot {
 
 constexpr int64_t kSampledRows = 256;  // reference_shared.SAMPLED_ROWS
@@ -32,7 +34,7 @@ struct SharedTask {
 
   int device;
   bool clusters;  // the device has thread block clusters
-  cudaStream_t stream;
+  Stream stream;
 };
 
 struct WeightTask {
@@ -44,7 +46,7 @@ struct WeightTask {
   int64_t length;      // outputs padded to 32
   int8_t* q;           // [inputs, length]
   float* scale;
-  cudaStream_t stream;
+  Stream stream;
 };
 
 struct CompressInt8Task {
@@ -56,7 +58,7 @@ struct CompressInt8Task {
   int64_t contracted, tiles;
   int8_t* q;        // [columns, contracted]
   uint16_t* scale;  // bf16 [columns, tiles]
-  cudaStream_t stream;
+  Stream stream;
 };
 
 struct RescaleTask {
@@ -69,7 +71,8 @@ struct RescaleTask {
   int tile;   // contracted rows of one
   int8_t* q;  // [columns, contracted]
   float* column_scale;
-  cudaStream_t stream;
+  float* reciprocal;  // [columns], workspace
+  Stream stream;
 };
 
 void quantize_shared_bf16(const SharedTask&);

@@ -181,6 +181,7 @@ Pair rescale(const Tensor& stored, const Tensor& scale, const Tensor* minimum, c
     zero_all(call, column_scale);
     return {q, column_scale};
   }
+  Tensor reciprocal = empty(stored, {columns}, ScalarType::Float);
   int tile = static_cast<int>(contracted / units * kUnitsPerTile);
   RescaleTask task = {source.data_ptr(),
                       data<uint16_t>(steps),
@@ -194,6 +195,7 @@ Pair rescale(const Tensor& stored, const Tensor& scale, const Tensor* minimum, c
                       tile,
                       data<int8_t>(q),
                       data<float>(column_scale),
+                      data<float>(reciprocal),
                       call.stream};
   nibbles ? rescale_int4(task) : rescale_int8(task);
   return {q, column_scale};

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "device.hpp"
 #include "launch.cuh"
 
 namespace hot {
@@ -22,12 +23,12 @@ using torch::stable::Tensor;
 struct Call {
   torch::stable::accelerator::DeviceGuard guard;
   int device;
-  cudaStream_t stream;
+  Stream stream;
 
   explicit Call(const Tensor& x) : guard(x.get_device_index()), device(x.get_device_index()) {
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-    stream = static_cast<cudaStream_t>(current);
+    stream = {static_cast<cudaStream_t>(current), facts_of(device).hopper};
   }
 
   void zero(void* data, int64_t bytes) const {

@@ -34,7 +34,7 @@ struct WeightStrip {
   static constexpr int kOwn = 16 / sizeof(T), kColumns = 2 * kOwn;
   static constexpr int kPitch = kWeightRows + 16;
   uint32_t most[kColumns];
-  alignas(16) int8_t q[kColumns * kPitch];
+  alignas(16) int8_t q[2][kColumns * kPitch];  // of passes in turn: one barrier in each
 
   __device__ static uint4 load(const WeightTask& task, int64_t output, int64_t input) {
     if (output >= task.outputs) return make_uint4(0, 0, 0, 0);
@@ -53,15 +53,17 @@ struct WeightStrip {
     for (int c = 0; c < kOwn; ++c) v[c] = __fmul_rn(v[c], equal);
   }
 
-  // One pass: 256 outputs of the strip, through shared memory, to rows of q.
+  // One pass: 256 outputs of the strip, through shared memory, to rows of q; `turn` counts.
   __device__ void write(const WeightTask& task, const float (&v)[kOwn],
-                        const float (&reciprocal)[kOwn], int64_t first_output, int64_t strip) {
+                        const float (&reciprocal)[kOwn], int64_t first_output, int64_t strip,
+                        int turn) {
     int row = threadIdx.x / 2, half = threadIdx.x % 2;
+    int8_t* pass = q[turn % 2];
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) {
       float t = reciprocal[c] == 0.0f ? 0.0f : __fmul_rn(v[c], reciprocal[c]);
       uint32_t bits = __float_as_uint(__fadd_rn(t, 12582912.0f));
-      q[(half * kOwn + c) * kPitch + row] = static_cast<int8_t>(bits & 0xff);
+      pass[(half * kOwn + c) * kPitch + row] = static_cast<int8_t>(bits & 0xff);
     }
     __syncthreads();
     constexpr int kVectors = kWeightRows / 16;
@@ -69,9 +71,8 @@ struct WeightStrip {
       int column = i / kVectors, at = i % kVectors * 16;
       if (strip + column < task.inputs && first_output + at < task.length)
         *reinterpret_cast<uint4*>(task.q + (strip + column) * task.length + first_output + at) =
-            *reinterpret_cast<const uint4*>(q + column * kPitch + at);
+            *reinterpret_cast<const uint4*>(pass + column * kPitch + at);
     }
-    __syncthreads();
   }
 };
 
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(kWeightThreads)
   int row = threadIdx.x / 2, half = threadIdx.x % 2;
   int64_t strip = static_cast<int64_t>(blockIdx.x) * Strip::kColumns, input = strip + half * kOwn;
   if (threadIdx.x < Strip::kColumns) shared.most[threadIdx.x] = 0;
+  wait_for_predecessor();
   __syncthreads();
   uint4 kept[kKeptPasses];
   float most[kOwn] = {}, v[kOwn];
@@ -129,8 +131,9 @@ __global__ void __launch_bounds__(kWeightThreads)
     int64_t first = int64_t{p} * kWeightRows;
     if (first >= task.length) break;
     Strip::values(task, kept[p], first + row, v);
-    shared.write(task, v, reciprocal, first, strip);
+    shared.write(task, v, reciprocal, first, strip, p);
   }
+  static_assert(kKeptPasses % 2 == 0 && kReadAhead % 2 == 0, "so that turns alternate");
   for (int64_t first = kKept; first < task.length; first += kReadAhead * kWeightRows) {
     uint4 ahead[kReadAhead];
 #pragma unroll
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(kWeightThreads)
       int64_t at = first + p * kWeightRows;
       if (at >= task.length) break;
       Strip::values(task, ahead[p], at + row, v);
-      shared.write(task, v, reciprocal, at, strip);
+      shared.write(task, v, reciprocal, at, strip, p);
     }
   }
 }
@@ -150,6 +153,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 template <class T>
 __global__ void __launch_bounds__(256) weight_rows_kernel(const __grid_constant__ WeightTask task) {
   __shared__ uint32_t most;
+  wait_for_predecessor();
   int64_t input = blockIdx.x;
   const T* row = static_cast<const T*>(task.weight) + input * task.stride;
   auto value = [&](int64_t o) {
@@ -181,13 +185,13 @@ __global__ void __launch_bounds__(256) weight_rows_kernel(const __grid_constant_
 template <class T>
 void launch_weight(const WeightTask& task) {
   if (task.inputs_first) {
-    weight_rows_kernel<T><<<grid_size(task.inputs), 256, 0, task.stream>>>(task);
+    queue_kernel("quantize_weight", weight_rows_kernel<T>, {grid_size(task.inputs), 256},
+                 task.stream, task);
   } else {
     constexpr int kColumns = WeightStrip<T>::kColumns;
     unsigned strips = grid_size((task.inputs + kColumns - 1) / kColumns);
-    weight_kernel<T><<<strips, kWeightThreads, 0, task.stream>>>(task);
+    queue_kernel("quantize_weight", weight_kernel<T>, {strips, kWeightThreads}, task.stream, task);
   }
-  check_launch("quantize_weight");
 }
 
 }  // namespace hot
