@@ -76,9 +76,7 @@ void gather_group_of_rows(const T* row, int64_t row_stride, int rows, int width,
 inline void pack_group(const float* values, F minimum, F factor, uint8_t* packed, int64_t stride,
                        int columns, int bytes) {
   I words[16];
-  auto q = [&](int r) {
-    return nearest_product(sub(load(values + r * kStrip), minimum), factor);
-  };
+  auto q = [&](int r) { return nearest_product(sub(load(values + r * kStrip), minimum), factor); };
   for (int i = 0; i < 16; ++i) {
     int r = 8 * i;
     I even = pack_lanes<false>(q(r), q(r + 2), q(r + 4), q(r + 6));
