@@ -1,9 +1,11 @@
 """How a tensor is stored between forward and backward: packed by plain operators Inductor fuses.
 
 Groups lie along memory, so that a group's values, packed bytes and parameters are read and written
-together. A byte of INT4 takes elements j and j + group/2 of its group, not neighbours: then both
-the reduction over a group and the packing walk the same half group, and Inductor makes them one
-kernel that reads the tensor once.
+together; in a channels-last tensor along positions, so that a group holds values of one channel:
+what a convolution leaves differs in scale from channel to channel, and a batch norm undoes just
+that. A byte of INT4 takes elements j and j + group/2 of its group, not neighbours: then both the
+reduction over a group and the packing walk the same half group, and Inductor makes them one kernel
+that reads the tensor once.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from hot_compile.passes.site import bytes_of, hint
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
+_IMAGE_DIMS = 4
 _TINY = 2.0**-120
 _MASK_BITS = 8
 _UPPER_HALF = -0x10000
@@ -56,7 +59,9 @@ class Layout:
     groups: int
     """The rest: this many groups ..."""
     group: int
-    """... of this many elements."""
+    """... of this many elements ..."""
+    lanes: int = 1
+    """... side by side: so many elements lie between neighbours of a group, each of another."""
 
     @property
     def inverse(self) -> tuple[int, ...]:
@@ -75,17 +80,29 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
         if not isinstance(sizes[dim], int) or (sizes[dim] > 1 and strides[dim] != run):
             break
         run, outer = run * sizes[dim], outer - 1
-    group = _group(run, sizes[order[-1]] if outer < len(order) else run, scheme)
+    innermost = sizes[order[-1]] if outer < len(order) else run
+    if _channels_last(value, order, run) and scheme is not Scheme.BITS:
+        group = _group((run // innermost,), scheme)
+        if group is not None:
+            return Layout(tuple(order), outer, run // innermost // group, group, innermost)
+    group = _group((innermost, run), scheme)
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
     return Layout(tuple(order), outer, run // group, group)
 
 
-def _group(run: int, innermost: int, scheme: Scheme) -> int | None:
-    """Elements of a group: of one row if a row divides well, else of what is contiguous."""
+def _channels_last(value: Tensor, order: list[int], run: int) -> bool:
+    """Images and the like whose channels lie innermost, more than one of them."""
+    channels = value.shape[1] if value.dim() >= _IMAGE_DIMS else 1
+    return order[-1] == 1 and isinstance(channels, int) and channels > 1 and run % channels == 0
+
+
+def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
+    """Elements of a group: of the first of these lengths that divides well."""
     if scheme is Scheme.BITS:
+        run = lengths[-1]
         return run if run > 0 and run % _MASK_BITS == 0 else None
-    for length in (innermost, run):
+    for length in lengths:
         for group in range(min(GROUP, length), _SMALLEST_GROUP - 1, -1):
             if length % group == 0 and group % 2 == 0:
                 return group
@@ -118,7 +135,7 @@ def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
     if scheme is Scheme.BITS:
         lanes = emit(aten.view.default, memory, [*outer, _MASK_BITS, layout.group // _MASK_BITS])
         return (_pack_bits(emit, lanes),)
-    grouped = emit(aten.view.default, memory, [*outer, layout.groups, layout.group])
+    grouped = emit(aten.view.default, memory, [*outer, layout.groups, layout.group, layout.lanes])
     return _pack_int8(emit, grouped) if scheme is Scheme.INT8 else _pack_int4(emit, grouped)
 
 
@@ -142,7 +159,7 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
 
 def _pack_int8(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     values = emit.cast(x, torch.float32)
-    absmax = emit(aten.amax.default, emit(aten.abs.default, values), [-1], True)
+    absmax = emit(aten.amax.default, emit(aten.abs.default, values), [-2], True)
     scale = _as_float(emit, _scale_word(emit, absmax, steps=127))
     q = emit(aten.round.default, emit(aten.mul.Tensor, values, _reciprocal(emit, scale)))
     return emit.cast(q, torch.int8), emit.cast(scale, torch.bfloat16)
@@ -154,11 +171,11 @@ def _unpack_int8(emit: Emitter, q: fx.Node, scale: fx.Node) -> fx.Node:
 
 
 def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    group = x.meta["val"].shape[-1]
-    first = emit.cast(emit(aten.slice.Tensor, x, -1, 0, group // 2), torch.float32)
-    second = emit.cast(emit(aten.slice.Tensor, x, -1, group // 2, group), torch.float32)
-    low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-1], True)
-    high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-1], True)
+    group = x.meta["val"].shape[-2]
+    first = emit.cast(emit(aten.slice.Tensor, x, -2, 0, group // 2), torch.float32)
+    second = emit.cast(emit(aten.slice.Tensor, x, -2, group // 2, group), torch.float32)
+    low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-2], True)
+    high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
     minimum_word = _minimum_word(emit, low)
     minimum = _as_float(emit, minimum_word)
     scale_word = _scale_word(emit, emit(aten.sub.Tensor, high, minimum), steps=15)
@@ -176,8 +193,8 @@ def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
-    q = _fields(emit, packed, count=2, bits=4)
-    word = emit(aten.unsqueeze.default, word, -2)
+    q = _fields(emit, packed, count=2, bits=4, behind=2)
+    word = emit(aten.unsqueeze.default, word, -3)
     scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, _UPPER_HALF))
     minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
     scaled = emit(aten.mul.Tensor, emit.cast(q, torch.float32), scale)
@@ -232,11 +249,11 @@ def _pack_bits(emit: Emitter, mask: fx.Node) -> fx.Node:
 
 
 def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
-    return emit.cast(_fields(emit, packed, count=_MASK_BITS, bits=1), torch.bool)
+    return emit.cast(_fields(emit, packed, count=_MASK_BITS, bits=1, behind=1), torch.bool)
 
 
-def _fields(emit: Emitter, packed: fx.Node, count: int, bits: int) -> fx.Node:
-    """[..., n] bytes as [..., count, n]: field k of every byte along the new dimension."""
+def _fields(emit: Emitter, packed: fx.Node, count: int, bits: int, behind: int) -> fx.Node:
+    """Field k of every byte along a new dimension, before the last ``behind`` of them."""
     shifts = emit(
         prims.iota.default,
         count,
@@ -246,8 +263,8 @@ def _fields(emit: Emitter, packed: fx.Node, count: int, bits: int) -> fx.Node:
         device=packed.meta["val"].device,
         requires_grad=False,
     )
-    lanes = emit.cast(emit(aten.unsqueeze.default, packed, -2), torch.int32)
-    column = emit(aten.view.default, shifts, [count, 1])
+    lanes = emit.cast(emit(aten.unsqueeze.default, packed, -1 - behind), torch.int32)
+    column = emit(aten.view.default, shifts, [count, *[1] * behind])
     shifted = emit(aten.bitwise_right_shift.Tensor, lanes, column)
     return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
 

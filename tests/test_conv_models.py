@@ -82,8 +82,7 @@ def trained(request):
 def test_every_convolution_is_rewritten_or_refused(trained, recipe, floor):
     model, inputs, exact = trained
     model = copy.deepcopy(model)
-    # what crosses besides x (BatchNorm's input) has tests of its own
-    options = {"recipe": recipe, "min_gain": 0, "memory": "off"}
+    options = {"recipe": recipe, "min_gain": 0}
     _, (graph,) = hot_step(model, *inputs, options=options)
     decisions = {d.site.split("#")[0]: d for d in graph.plan}
     convolutions = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}

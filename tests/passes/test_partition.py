@@ -163,6 +163,17 @@ def test_batch_norm_and_pooling_cross_compressed():
             assert cosine(p.grad, want) > 0.95
 
 
+@pytest.mark.parametrize(("batch", "scheme"), [(31, "int8"), (32, "int4")])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_batch_norms_over_few_elements_get_8_bits(batch, scheme, layout):
+    """256 positions: 31 samples are too few for the errors of INT4 to average out, 32 are not."""
+    net = nn.Sequential(nn.Conv2d(8, 32, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+    net.to(memory_format=layout)
+    x = torch.randn(batch, 8, 16, 16).contiguous(memory_format=layout)
+    kept = crossing(lambda x: net(x).square().mean(), x)
+    assert schemes(kept, "0") == {scheme}
+
+
 def test_weights_inputs_and_outputs_are_left_alone():
     torch.manual_seed(0)
     layer, outputs = nn.Linear(256, 256), []
