@@ -30,6 +30,10 @@ class Rates:
     ``exact``: FLOP/s of a product by dtype name; ``integer``, ``int4``: OP/s of the INT8 and INT4
     products (equal where INT4 is carried as INT8); ``transform``: bytes/s of our transform and
     quantise kernels (bytes read and written); ``launch``: seconds per operator call.
+
+    A GPU works while the host goes on, so there a layer takes what the device takes or what the
+    host's launches take, whichever is longer: ``asynchronous``. ``start``: what a kernel costs the
+    device besides, until its first values arrive and after its last leave.
     """
 
     exact: dict[str, float]
@@ -45,6 +49,8 @@ class Rates:
     """Elements/s of a kernel's products added up into g_x."""
     int32_result: bool = False
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
+    asynchronous: bool = False
+    start: float = 0.0
     one_read: bool = False
     """One 8-bit quantisation of g_y for both products is faster than one for each."""
 
@@ -163,13 +169,15 @@ def saved_bytes(strategy: Strategy) -> sympy.Expr:
 
 def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
     """Predicted time, still symbolic in L, O, I: products at their rate plus passes at theirs."""
-    return (
+    device = (
         cost.flops / rates.exact[dtype]
         + cost.int_ops / rates.integer
         + cost.int4_ops / rates.int4
         + (cost.bytes + cost.results * (8 * rates.int32_result + E)) / rates.transform
-        + cost.calls * rates.launch
+        + cost.calls * rates.start
     )
+    host = cost.calls * rates.launch
+    return sympy.Max(device, host) if rates.asynchronous else device + host
 
 
 @dataclasses.dataclass(frozen=True)

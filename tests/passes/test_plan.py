@@ -196,6 +196,33 @@ def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
 
 
 @pytest.mark.parametrize(
+    ("strategy", "measured"),
+    [(cost.Strategy.EXACT, 22.8), (cost.Strategy.HLA8, 20.2)],
+)
+def test_hoppers_rates_agree_with_a_whole_step(strategy, measured):
+    """Milliseconds of the kernels of ViT-B's 48 layers, batch 256, bf16, in a step on an H200."""
+    layers = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    shapes = [cost.Shape(256 * 197, *layer, 2) for layer in layers]
+    price = cost.seconds(cost.hot_cost(strategy, True, True, True), RATES["sm90"], "bfloat16")
+    assert 12e3 * sum(cost.at(price, s) for s in shapes) == pytest.approx(measured, rel=0.06)
+
+
+def test_a_gpu_works_while_the_host_launches():
+    rates = dataclasses.replace(AMPERE_LIKE, launch=1e-3, start=1e-6)
+    price = cost.Cost(flops=2 * cost.L * cost.O * cost.I, calls=2)
+    small, large = cost.Shape(8, 8, 8, 4), cost.Shape(2**12, 2**12, 2**12, 4)
+    flops = 2 * 2**36 / rates.exact["float32"]
+
+    def seconds(shape, asynchronous):
+        device = dataclasses.replace(rates, asynchronous=asynchronous)
+        return cost.at(cost.seconds(price, device, "float32"), shape)
+
+    assert seconds(small, True) == pytest.approx(2e-3)
+    assert seconds(large, True) == pytest.approx(flops + 2e-6)
+    assert seconds(large, False) == pytest.approx(flops + 2e-6 + 2e-3)
+
+
+@pytest.mark.parametrize(
     ("capability", "entry"),
     [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm86"), ((9, 0), "sm90")],
 )
