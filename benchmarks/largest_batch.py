@@ -3,8 +3,9 @@
     python benchmarks/largest_batch.py --model vit_base_patch16_224 --limit-gib 24 --dtype bf16
 
 The allocator is capped (``set_per_process_memory_fraction``), so a batch counts only if forward,
-backward and AdamW really ran under the cap. The search measures the peak of two small batches,
-extrapolates, and then tries: upwards while it fits, downwards while it does not.
+backward and AdamW really ran under the cap, and the largest only if the next one did not. The
+search measures the peak of two small batches, extrapolates, and narrows down around that. The batch
+is a dynamic dimension: one compilation serves every batch that is tried.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import torch
+import torch._dynamo
 import typer
 from models import Size, build
 from report import environment, write_json
 from rich.console import Console
 from rich.table import Table
 from step import DTYPES, MODEL, Json, Trainer, compiler_settings
+from torch import Tensor
 
 GIB = 2**30
-PROBES = (32, 64)
+PROBES = (4, 2)  # steps
 WARM_UP = 2
 
 
@@ -46,57 +49,76 @@ def search(peak_at: Callable[[int], int | None], limit: int, step: int) -> tuple
         limit: bytes there are.
         step: batches are multiples of it.
     """
-    small, large = (peak_at(batch) for batch in PROBES)
-    if small is None or large is None:
-        raise typer.BadParameter(f"batch {PROBES[1]} does not fit already; give more memory")
-    per_sample = (large - small) / (PROBES[1] - PROBES[0])
-    guess = int(PROBES[1] + (limit - large) / per_sample) // step * step
-    tried, fitting = list(PROBES), PROBES[1]
-    batch = max(guess, step)
-    while batch > fitting:  # downwards until one fits
+    large, small = (factor * step for factor in PROBES)
+    tried, peaks = [large, small], [peak_at(large), peak_at(small)]
+    if None in peaks:
+        raise typer.BadParameter(f"batch {large} does not fit already; give more memory")
+    per_sample = (peaks[0] - peaks[1]) / (large - small)  # type: ignore[operator]
+    guess = int(large + (limit - peaks[0]) / per_sample) // step * step  # type: ignore[operator]
+    fitting, failing, stride = large, None, step
+    batch = max(guess, large + step)
+    while failing is None or failing - fitting > step:
         tried.append(batch)
-        if peak_at(batch) is not None:
+        if peak_at(batch) is None:
+            failing = batch
+        else:
             fitting = batch
-            break
-        batch -= step
-    while batch == fitting and batch >= guess:  # upwards, if the guess was too careful
-        tried.append(batch + step)
-        if peak_at(batch + step) is None:
-            break
-        batch = fitting = batch + step
+        if failing is None:
+            batch += stride
+        elif fitting == large:  # nothing near it has fitted yet
+            batch = max(batch - stride, large + step)
+        else:
+            batch = (fitting + failing) // 2 // step * step
+        stride *= 2
     return fitting, tried
 
 
 class Trial:
-    """Trains one configuration at one batch under the cap."""
+    """Trains one configuration under the cap, one batch after the other."""
 
-    def __init__(self, config: str, model: str, dtype: str) -> None:
-        self.config, self.model, self.dtype = config, model, dtype
-        self.loss = float("nan")
-        self.peak = 0
+    def __init__(self, config: str, model: str, dtype: str, device: torch.device) -> None:
+        self.config, self.model, self.dtype, self.device = config, model, dtype, device
+        self.peaks: dict[int, int] = {}
+        self.losses: dict[int, float] = {}
+        self._trainer: Trainer | None = None
+        self._samples: tuple[Tensor, ...] = ()
 
     def __call__(self, batch: int) -> int | None:
         """Peak bytes of a training step, or None if memory ran out."""
-        device = torch.device("cuda")
         try:
-            with compiler_settings(self.dtype):
-                workload = build(self.model, Size(batch))
-                trainer = Trainer(self.config, workload, device, self.dtype == "bf16")
-                for _ in range(WARM_UP):
-                    loss = trainer.step()
-                torch.cuda.reset_peak_memory_stats()
-                loss = trainer.step()
-            self.loss, self.peak = loss.item(), torch.cuda.max_memory_allocated()
-            return self.peak
+            return self._train(batch)
         except RuntimeError as error:
             if not _ran_out(error):
                 raise
             return None
         finally:
-            trainer = loss = None  # type: ignore[assignment]
+            if self._trainer is not None:
+                self._trainer.optimizer.zero_grad()
+                self._trainer.inputs = ()
             gc.collect()
-            torch._dynamo.reset()
             torch.cuda.empty_cache()
+
+    def _train(self, batch: int) -> int:
+        trainer = self._prepared(batch)
+        for _ in range(WARM_UP):
+            trainer.step()
+        torch.cuda.reset_peak_memory_stats()
+        loss = trainer.step()
+        self.losses[batch] = loss.item()
+        self.peaks[batch] = torch.cuda.max_memory_allocated()
+        return self.peaks[batch]
+
+    def _prepared(self, batch: int) -> Trainer:
+        """The one trainer, with ``batch`` samples: those of the first batch, over and over."""
+        if self._trainer is None:
+            workload = build(self.model, Size(batch))
+            self._samples = workload.inputs
+            self._trainer = Trainer(self.config, workload, self.device, self.dtype == "bf16")
+        times = -(-batch // len(self._samples[0]))
+        repeated = (torch.cat([t] * times)[:batch] for t in self._samples)
+        self._trainer.inputs = tuple(t.to(self.device) for t in repeated)
+        torch._dynamo.mark_dynamic(self._trainer.inputs[0], 0)
+        return self._trainer
 
 
 def _ran_out(error: RuntimeError) -> bool:
@@ -117,12 +139,13 @@ def main(
         raise typer.BadParameter("got no CUDA device; only CUDA's allocator can be capped")
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit_gib * GIB / total)
-    rows = []
+    rows, device = [], torch.device("cuda")
     for config in configs.split(","):
-        trial = Trial(config, model, dtype)
-        batch, tried = search(trial, int(limit_gib * GIB), step)
-        rows.append(Row(config, batch, trial.peak, trial.loss, tried))
-    device = torch.device("cuda")
+        trial = Trial(config, model, dtype, device)
+        with compiler_settings(dtype):
+            batch, tried = search(trial, int(limit_gib * GIB), step)
+        rows.append(Row(config, batch, trial.peaks[batch], trial.losses[batch], tried))
+        del trial
     table = Table(title=f"{model}, {dtype}, {limit_gib:g} GiB of {environment(device)['device']}")
     for column in ("configuration", "largest batch", "times stock's"):
         table.add_column(column, justify="right")
