@@ -207,6 +207,22 @@ def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(benchmark):
     assert losses(0, 1) == [*losses(0), *losses(1)]
 
 
+@pytest.mark.gpu
+def test_fidelity_replays_what_it_would_do_step_by_step(benchmark):
+    benchmark("fidelity")
+    train, tasks = benchmark("fidelity_train"), benchmark("fidelity_tasks")
+    task = tasks.TASKS["digits"](tasks.Setting(Path(), "cuda", quick=True))
+
+    def losses(eager):
+        training = train.Training(task, "aot_eager", 0, eager)
+        for _ in range(8):
+            training.step()
+        assert (training._replay is None) == (eager == 8)
+        return training.finish()[0]
+
+    assert losses(3) == pytest.approx(losses(8), rel=1e-4)
+
+
 def test_fidelity_goes_on_from_a_published_run(benchmark, tmp_path):
     fidelity, report = benchmark("fidelity"), benchmark("fidelity_report")
     _cell(tmp_path, "digits", "exact", 0, 0.9)
