@@ -271,3 +271,23 @@ def test_outlier_pictures(benchmark, tmp_path, capsys):
     assert set(seen.found) > {"blocks.0.attn.qkv", "blocks.0.mlp.fc2"}
     assert picture.stat().st_size > 1000
     assert f"| {friendly} |" in capsys.readouterr().out
+
+
+def test_layers(benchmark, tmp_path, monkeypatch):
+    layers, file = benchmark("layers"), tmp_path / "layers.json"
+    monkeypatch.setitem(layers.SHAPES, "small", layers._layers("small", (20, 48, 32)))
+    layers.main(shapes="small", batch=16, rounds=2, json_file=file)
+    (row,) = json.loads(file.read_text())["layers"]
+    assert set(row["rounds"]) == set(layers.METHODS)
+    assert all(len(times) == 2 for times in row["rounds"].values())
+    with pytest.raises(Exception, match="CUDA graphs want --device cuda"):
+        layers.main(shapes="small", graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_as_captured_graphs(benchmark):
+    layers = benchmark("layers")
+    layer = layers.Layer("small", 64, 96, 128)
+    timing = layers.measure(layer, 4, torch.bfloat16, torch.device("cuda"), 2, graph=True)
+    assert all(timing.median(name) > 0 for name in layers.METHODS)
