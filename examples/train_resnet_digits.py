@@ -19,7 +19,7 @@ from torch import nn
 BATCH = 128
 EPOCHS = 10
 LEARNING_RATE = 2e-3
-GLYPH_CLASSES = 60
+GLYPH_CLASSES = 40
 
 
 def resnet(classes: int, width: int) -> nn.Module:
