@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import VIEWS, returned, strip
+from hot_compile.passes.graph import VIEWS, aten, returned, strip
+from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, unpack
 from hot_compile.passes.tolerance import Crosser
 
@@ -69,7 +71,8 @@ class _Edit:
         if known is None or any(isinstance(arg, fx.Node) for arg in others):
             return  # made of what only the backward has
         self._masks.add(mask)
-        made = Emitter(self._forward, _after_last_use(known), known)(mask.target, known, *others)
+        emit = Emitter(self._forward, _after_last_use(known), known)
+        made = emit(mask.target, _in_order(emit, known), *others)
         bits = isinstance(layout_of(made.meta["val"], Scheme.BITS), Layout)
         scheme = Scheme.BITS if bits else Scheme.EXACT
         self._slot_of[beside.saved] += self._store(made, mask, beside.restored, scheme)
@@ -82,10 +85,12 @@ class _Edit:
 
         New placeholders go before ``beside``. Returns what the forward must return.
         """
-        parts = pack(Emitter(self._forward, _after_last_use(saved), saved), saved, scheme)
+        emit = Emitter(self._forward, _after_last_use(saved), saved)
+        stored = _in_order(emit, saved)
+        parts = pack(emit, stored, scheme)
         arriving = tuple(self._placeholder(part, beside) for part in parts)
         emit = Emitter(self._backward, min(wanted.users), wanted)
-        value = unpack(emit, arriving, saved.meta["val"], scheme)
+        value = unpack(emit, arriving, stored.meta["val"], scheme)
         wanted.replace_all_uses_with(value)
         self._restored.append(value)
         return parts
@@ -110,6 +115,13 @@ class _Edit:
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+
+def _in_order(emit: Emitter, node: fx.Node) -> fx.Node:
+    """``node``, its strides as they will be in memory: a copy in the graph, but not in the code."""
+    if in_memory(node).stride() == node.meta["val"].stride():
+        return node
+    return emit(aten.clone.default, node, memory_format=torch.channels_last)
 
 
 def _after_last_use(node: fx.Node) -> fx.Node:

@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
 from hot_compile.passes.crossing import Crossing, crossing
+from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
 from hot_compile.passes.partition import store
@@ -122,6 +123,7 @@ class Partitioner(CustomPartitionerFn):
         """Split the joint graph, store what crosses by plan, and record what came of it."""
         forward, backward = self._split(gm, joint_inputs, kwargs)
         try:
+            mark_channels_last(forward)
             kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hot_compile.config import HotConfig, Memory
+from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.pack import Scheme, packed_bytes
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.tolerance import Crosser
@@ -58,7 +59,7 @@ def _steps(
     """(error per byte, bytes saved, tensor, scheme) of every step down every ladder."""
     steps = []
     for crosser, ladder in ladders.items():
-        value = crosser.saved.meta["val"]
+        value = in_memory(crosser.saved)
         for finer, coarser in pairwise(ladder):
             saved = packed_bytes(value, finer) - packed_bytes(value, coarser)
             error = _ERROR[coarser] - _ERROR[finer]

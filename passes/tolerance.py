@@ -24,6 +24,7 @@ from hot_compile.passes.graph import (
     returned,
     strip,
 )
+from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.match import GraphInputs
 from hot_compile.passes.pack import Layout, Scheme, layout_of
 from hot_compile.passes.site import bytes_of, hint
@@ -199,7 +200,7 @@ def _fitting(crosser: Crosser) -> Crosser:
     """``crosser`` without the schemes its layout does not allow."""
     problem, kept = "", []
     for scheme in crosser.schemes:
-        layout = layout_of(crosser.saved.meta["val"], scheme)
+        layout = layout_of(in_memory(crosser.saved), scheme)
         if scheme is Scheme.EXACT or isinstance(layout, Layout):
             kept.append(scheme)
         else:

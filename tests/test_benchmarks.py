@@ -1,5 +1,6 @@
 """Benchmarks run, account for memory rightly, and give every configuration code of its own."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -115,6 +116,42 @@ def test_largest_batch_is_the_last_that_fits(benchmark, fits):
     batch, _ = largest.search(peak_at, 1000 + 10 * 272, step=16)
     assert batch == fits // 16 * 16
     assert len(tried) < 60
+
+
+def test_largest_batch_compiles_once(benchmark, monkeypatch):
+    largest = benchmark("largest_batch")
+    fits, small = 40, benchmark("models").Size(8, depth=1, width=64, image=32)
+    monkeypatch.setattr(largest, "Size", lambda batch: dataclasses.replace(small, batch=batch))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    trial = largest.Trial("exact", "vit_tiny_patch16_224", "tf32", torch.device("cpu"))
+    train, tried = trial._train, []
+
+    def limited(batch):
+        tried.append(batch)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100 * batch)
+        if batch > fits:
+            raise torch.cuda.OutOfMemoryError("as if")
+        return train(batch)
+
+    trial._train = limited
+    torch._dynamo.utils.counters.clear()
+    with largest.compiler_settings("tf32"):
+        batch, _ = largest.search(trial, 100 * 48, step=8)
+    assert (batch, trial.peaks[batch]) == (40, 4000)
+    assert {40, 48} <= set(tried)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_packing(benchmark, monkeypatch, tmp_path):
+    packing, file = benchmark("packing"), tmp_path / "packing.json"
+    monkeypatch.setattr(packing, "WIDTHS", (128,))
+    rows = packing.main(device="cpu", batch=1, dtype="", json_file=file)
+    whats = {(row.what, row.way) for row in rows}
+    assert {("store alone", "Inductor int4"), ("gelu", "then stored, operator int4")} <= whats
+    stored = {r.way: r.bytes_needed for r in rows if r.what == "store alone"}
+    read = packing.TOKENS * 128 * 4
+    assert stored["Inductor int8"] - read == packing.TOKENS * (128 + 2)
+    assert len(json.loads(file.read_text())["rows"]) == len(rows)
 
 
 def _cell(folder, task, recipe, seed, score, metric="accuracy", **raw):

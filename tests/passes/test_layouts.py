@@ -1,0 +1,100 @@
+"""Where Inductor lays images out channels last of its own accord, storing follows."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from hot_compile.passes import layouts
+from hot_compile.passes.graph import aten
+from hot_compile.testing import cosine, hot_step
+
+BATCH, CHANNELS, SIZE = 32, 16, 16
+OPTIONS = {"min_gain": 99, "memory_min_bytes": 1024}  # exact layers, everything stored
+
+
+class Net(nn.Module):
+    """Two convolutions with their norms, then attention on what they make of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, CHANNELS, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+        self.heads = 2
+
+    def forward(self, image):
+        x = self.norm1(self.conv1(image)).relu()
+        x = self.norm2(self.conv2(x)).relu()
+        tokens = nn.functional.avg_pool2d(x, 4).flatten(2).transpose(1, 2)
+        heads = tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous()
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).square().mean()
+
+
+@pytest.fixture
+def step():
+    torch.manual_seed(0)
+    net, image = Net(), torch.randn(BATCH, 3, SIZE, SIZE)
+    net(image).backward()
+    gradients = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    return net, image, gradients
+
+
+def marked(monkeypatch, net, image):
+    """The nodes that are taken for channels last."""
+    found = []
+
+    def spy(forward):
+        layouts.mark_channels_last(forward)
+        found.extend(n for n in forward.graph.nodes if layouts._MARK in n.meta)
+
+    monkeypatch.setattr("hot_compile.passes.pipeline.mark_channels_last", spy)
+    _, (graph,) = hot_step(net, image, options=OPTIONS)
+    return found, graph
+
+
+def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch, step):
+    found, graph = marked(monkeypatch, *step[:2])
+    assert sum(node.target is aten.convolution.default for node in found) == 2
+    for node in found:
+        if isinstance(node.meta["val"], tuple):
+            continue  # its parts are marked as well
+        assert layouts.in_memory(node).is_contiguous(memory_format=torch.channels_last)
+        assert layouts.in_memory(node).shape[1] == CHANNELS
+    by_name = {c.name: c for c in graph.crossing}
+    values = BATCH * CHANNELS * SIZE**2
+    assert by_name["convolution"].scheme == "int4"
+    assert by_name["convolution"].bytes == values // 2 + values // 128 * 4 + values // 8  # and mask
+
+
+def test_strides_are_kept_where_inductor_keeps_them(monkeypatch, step):
+    with torch._inductor.config.patch(layout_optimization=False):
+        found, _ = marked(monkeypatch, *step[:2])
+    assert found == []
+
+
+def test_an_inductor_that_does_not_say_changes_nothing(monkeypatch, step):
+    def missing(*args, **kwargs):
+        raise AttributeError("decide_layout_opt")
+
+    monkeypatch.setattr(layouts.GraphLowering, "decide_layout_opt", missing)
+    found, graph = marked(monkeypatch, *step[:2])
+    assert found == []
+    assert {c.scheme for c in graph.crossing if c.name == "convolution"} == {"int4"}
+
+
+def test_nothing_is_laid_out_twice(step):
+    """No buffer of an image's size has its channels outermost, in forward or backward."""
+    net, image, gradients = step
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="hot", options=OPTIONS)
+    _, code = run_and_get_code(lambda: compiled(image).backward())
+    image_size = rf"\({BATCH}, {CHANNELS}, {SIZE}, {SIZE}\)"
+    made = re.findall(rf"empty_strided_cpu\({image_size}, \((.*?)\)", str(code))
+    assert made
+    assert set(made) == {f"{CHANNELS * SIZE**2}, 1, {CHANNELS * SIZE}, {CHANNELS}"}
+    for parameter, want in zip(net.parameters(), gradients, strict=True):
+        assert cosine(parameter.grad, want) > 0.95
