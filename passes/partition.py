@@ -111,6 +111,9 @@ class _Edit:
             described = list(self._output.meta["desc"])[: self._user_outputs]
             described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
             self._output.meta["desc"] = described
+        views = self._backward.find_nodes(op="call_function", target=aten.view.default)
+        for view in views:  # what it reads may have changed its layout; Inductor does the same
+            view.target = aten.reshape.default
         refresh(self._restored)
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
