@@ -81,7 +81,7 @@ SUITE: dict[str, tuple[str, ...]] = {
     "digits": MAIN,
     "lora": (*_OTHERS, "LoRA factors", "LoRA frozen", "LoRA both"),
     "two-digits": _OTHERS,
-    "glyph-resnet": _OTHERS,
+    "glyph-resnet": (*_OTHERS, "hot, memory in 8 bits"),
 }
 """What the full suite runs for each task."""
 IMPORTANCE = (
