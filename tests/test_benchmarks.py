@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # three minutes of compiling what no user runs
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "examples")
 

@@ -438,6 +438,7 @@ def two_ranks(rank, folder, sharded):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_processes(tmp_path, sharded):
     torch.multiprocessing.spawn(two_ranks, (tmp_path, sharded), nprocs=2)
