@@ -246,6 +246,7 @@ def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(benchmark):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fidelity_replays_what_it_would_do_step_by_step(benchmark):
     benchmark("fidelity")
     train, tasks = benchmark("fidelity_train"), benchmark("fidelity_tasks")
