@@ -219,8 +219,8 @@ def cells(
     lower: bool = False,
 ) -> None:
     """Train one task with one recipe from each of the seeds, in this process."""
-    for portion in [[int(seed)] for seed in seeds.split(",")]:
-        _train_group(task, recipe, portion, Setting(out, device, quick), lower)
+    for seed in seeds.split(","):
+        _train_group(task, recipe, [int(seed)], Setting(out, device, quick), lower)
 
 
 _BOTH_LOOKS = 8

@@ -64,7 +64,7 @@ def unpacker(x: Tensor, scheme: Scheme) -> fx.GraphModule:
     """x's parts -> x, by the nodes that the partitioner writes."""
     mode = FakeTensorMode()
     parts = packer(x, scheme)(x)
-    graph, output = fx.Graph(), None
+    graph = fx.Graph()
     given = [graph.placeholder(f"part{index}") for index in range(len(parts))]
     for node, part in zip(given, parts, strict=True):
         node.meta["val"] = mode.from_tensor(part)
@@ -103,9 +103,9 @@ def ways(x: Tensor) -> dict[tuple[str, str], tuple[Callable[..., object], tuple[
         Scheme.INT8: lambda value: hot.compress_int8(value, 0, 1),
     }
     for scheme, module in store.items():
-        found["store alone", f"Inductor {scheme}"] = torch.compile(module, dynamic=False), (x,)
+        found["store alone", f"Inductor {scheme}"] = _compiled(module), (x,)
         found["store alone", f"operator {scheme}"] = operators[scheme], (x,)
-        restore = torch.compile(unpacker(x, scheme), dynamic=False)
+        restore = _compiled(unpacker(x, scheme))
         found["restore", f"Inductor {scheme}"] = restore, tuple(module(x))
     found["restore", "operator int4"] = hot.expand_int4, hot.compress_int4(x)
     for name, producer in (("norm", normalised), ("gelu", activated)):

@@ -189,11 +189,11 @@ SENSITIVE = {
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, "bert"])
-def test_everything_large_crosses_compressed(name):
+@pytest.mark.parametrize(("name", "make"), [*MODELS.items(), ("bert", bert)])
+def test_everything_large_crosses_compressed(name, make):
     """What stays as it is has a reason of its own; the rest is 4 or 8 bits a value, or one."""
     torch.manual_seed(0)
-    model, inputs = bert() if name == "bert" else MODELS[name]()
+    model, inputs = make()
     options = {"min_gain": 0, "memory_min_bytes": 1024}
     _, (graph,) = hot_step(model, *inputs, options=options)
     large = [c for c in graph.crossing if c.bytes_before >= 8192]

@@ -13,7 +13,6 @@ constexpr int kThreads = 256, kPlaces = 16;
 constexpr int kColumns = 8;       // of one block
 constexpr int kAtOnce = 4;        // columns whose reads are under way together
 constexpr int kUnitsPerTile = 8;  // ops.UNITS_PER_TILE
-constexpr unsigned kMostY = 65535;
 
 // Largest of the fold within a tile.
 __device__ inline float tile_peak(const RescaleTask& task, int64_t tile) {
