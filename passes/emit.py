@@ -71,9 +71,10 @@ class Emitter:
 def fake_mode(node: fx.Node) -> FakeTensorMode:
     """The mode that made ``node``'s fake value."""
     value = node.meta["val"]
-    value = value[0] if isinstance(value, (tuple, list)) else value
-    assert isinstance(value, FakeTensor), f"{node} has no fake tensor to take a mode from"
-    return value.fake_mode
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, FakeTensor):
+            return part.fake_mode
+    raise AssertionError(f"{node} has no fake tensor to take a mode from")
 
 
 def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:

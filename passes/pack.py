@@ -3,9 +3,12 @@
 Groups lie along memory, so that a group's values, packed bytes and parameters are read and written
 together; in a channels-last tensor along positions, so that a group holds values of one channel:
 what a convolution leaves differs in scale from channel to channel, and a batch norm undoes just
-that. A byte of INT4 takes elements j and j + group/2 of its group, not neighbours: then both the
-reduction over a group and the packing walk the same half group, and Inductor makes them one kernel
-that reads the tensor once.
+that. There INT8 has one group a channel, which costs next to nothing: its absmax is a reduction
+like the batch norm's statistics, and quantising is pointwise, so that Inductor makes both part of
+kernels that read the tensor anyway. INT4, in smaller groups, is a pass of its own there. A byte of
+INT4 takes elements j and j + group/2 of its group, not neighbours: then both the reduction over a
+group and the packing walk the same half group, and Inductor makes them one kernel that reads the
+tensor once.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Scheme(str, Enum):
     EXACT = "exact"
     """As it is."""
     INT8 = "int8"
-    """Symmetric INT8, a bf16 scale per group."""
+    """Symmetric INT8, a bf16 scale per group; in channels-last images per channel."""
     INT4 = "int4"
     """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
     whoever unpacks makes one load of both."""
@@ -62,6 +65,8 @@ class Layout:
     """... of this many elements ..."""
     lanes: int = 1
     """... side by side: so many elements lie between neighbours of a group, each of another."""
+    whole: bool = False
+    """A group goes on over the outer dimensions: there is one a lane."""
 
     @property
     def inverse(self) -> tuple[int, ...]:
@@ -81,7 +86,9 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
             break
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
-    if _channels_last(value, order, run) and scheme is not Scheme.BITS:
+    if _channels_last(value, order, run) and scheme is Scheme.INT8:
+        return Layout(tuple(order), outer, 1, run // innermost, innermost, whole=True)
+    if _channels_last(value, order, run) and scheme is Scheme.INT4:
         group = _group((run // innermost,), scheme)
         if group is not None:
             return Layout(tuple(order), outer, run // innermost // group, group, innermost)
@@ -89,6 +96,12 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
     return Layout(tuple(order), outer, run // group, group)
+
+
+def by_channel(value: Tensor) -> bool:
+    """Whether INT8 of ``value`` (fake) has one scale per channel."""
+    layout = layout_of(value, Scheme.INT8)
+    return isinstance(layout, Layout) and layout.whole
 
 
 def _channels_last(value: Tensor, order: list[int], run: int) -> bool:
@@ -118,7 +131,8 @@ def packed_bytes(value: Tensor, scheme: Scheme) -> int:
     assert isinstance(layout, Layout), layout
     if scheme is Scheme.BITS:
         return elements // _MASK_BITS
-    parameters = elements // layout.group * torch.bfloat16.itemsize
+    groups = layout.lanes if layout.whole else elements // layout.group
+    parameters = groups * torch.bfloat16.itemsize
     if scheme is Scheme.INT8:
         return elements + parameters
     return elements // 2 + 2 * parameters
@@ -136,7 +150,9 @@ def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
         lanes = emit(aten.view.default, memory, [*outer, _MASK_BITS, layout.group // _MASK_BITS])
         return (_pack_bits(emit, lanes),)
     grouped = emit(aten.view.default, memory, [*outer, layout.groups, layout.group, layout.lanes])
-    return _pack_int8(emit, grouped) if scheme is Scheme.INT8 else _pack_int4(emit, grouped)
+    if scheme is Scheme.INT4:
+        return _pack_int4(emit, grouped)
+    return _pack_int8(emit, grouped, [*range(layout.outer), -3, -2] if layout.whole else [-2])
 
 
 def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme) -> fx.Node:
@@ -157,9 +173,9 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
     return _unpack_int8(emit, *parts) if scheme is Scheme.INT8 else _unpack_int4(emit, *parts)
 
 
-def _pack_int8(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+def _pack_int8(emit: Emitter, x: fx.Node, dims: list[int]) -> tuple[fx.Node, ...]:
     values = emit.cast(x, torch.float32)
-    absmax = emit(aten.amax.default, emit(aten.abs.default, values), [-2], True)
+    absmax = emit(aten.amax.default, emit(aten.abs.default, values), dims, True)
     scale = _as_float(emit, _scale_word(emit, absmax, steps=127))
     q = emit(aten.round.default, emit(aten.mul.Tensor, values, _reciprocal(emit, scale)))
     return emit.cast(q, torch.int8), emit.cast(scale, torch.bfloat16)

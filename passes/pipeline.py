@@ -24,6 +24,7 @@ from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
 from hot_compile.passes.partition import store
+from hot_compile.passes.patches import patches_as_products
 from hot_compile.passes.plan import Plan, Pricing, plan
 from hot_compile.passes.plan_memory import plan_storage
 from hot_compile.passes.profile import Profile
@@ -70,7 +71,10 @@ def sources_hash() -> str:
 
 
 class JointPass(CustomGraphPass):
-    """match -> plan -> rewrite on the joint graph, after whatever pass the user had there."""
+    """match -> plan -> rewrite on the joint graph, after whatever pass the user had there.
+
+    Then what stays exact and has a faster form that is as exact (``patches_as_products``).
+    """
 
     def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
         self._context = context
@@ -100,6 +104,7 @@ class JointPass(CustomGraphPass):
             )
             return
         self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
+        patches_as_products(graph)
         context.recorder.graph("joint.after", graph)
 
     def uuid(self) -> Any:

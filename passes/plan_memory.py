@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.layouts import in_memory
-from hot_compile.passes.pack import Scheme, packed_bytes
+from hot_compile.passes.pack import Scheme, by_channel, packed_bytes
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.tolerance import Crosser
 
@@ -19,15 +19,16 @@ distributed groups of 128 gives."""
 def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
-    Without a budget: as small as it tolerates and ``config.memory_bits`` allows. With one: in
-    order of error per byte saved, until the budget holds. That order does not depend on the
-    budget, so a smaller budget never holds more.
+    Without a budget: as small as it tolerates and ``config.memory_bits`` allows, but
+    channels-last images no smaller than INT8, which costs no pass of its own. With one: in order of
+    error per byte saved, until the budget holds. That order does not depend on the budget, so a
+    smaller budget never holds more.
     """
     if config.memory is Memory.OFF:
         return {}
     ladders = {c: _ladder(c, config) for c in found}
     if config.memory_budget is None:
-        return {c: ladder[-1] for c, ladder in ladders.items() if len(ladder) > 1}
+        return {c: _without_budget(c, ladder) for c, ladder in ladders.items() if len(ladder) > 1}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
     held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
     chosen: dict[Crosser, Scheme] = {}
@@ -46,6 +47,11 @@ def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
     return tuple(
         scheme for scheme in crosser.schemes if scheme is not Scheme.INT4 or config.memory_bits == 4
     )
+
+
+def _without_budget(crosser: Crosser, ladder: tuple[Scheme, ...]) -> Scheme:
+    image = ladder[-1] is Scheme.INT4 and by_channel(in_memory(crosser.saved))
+    return Scheme.INT8 if image else ladder[-1]
 
 
 def _in_bytes(budget: float, exact: int) -> float:

@@ -8,7 +8,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, packed_bytes, unpack
+from hot_compile.passes.pack import (
+    Layout,
+    Scheme,
+    by_channel,
+    layout_of,
+    pack,
+    packed_bytes,
+    unpack,
+)
 
 
 def round_trip(x, scheme, compiled=False):
@@ -91,7 +99,8 @@ def test_bits_are_lossless(shape, seed):
 def test_layouts_keep_values_in_their_places(scheme, make):
     """Every group constant: INT4 restores constants up to bf16, so a misplaced group shows."""
     base = torch.arange(4 * 6 * 2).float().repeat_interleave(64).view(4, 6, 2, 64) / 64 + 1
-    image = torch.arange(3 * 64).view(3, 1, 64).expand(3, 128, 64) / 64 + 1  # 3 groups a channel
+    groups = 1 if scheme is Scheme.INT8 else 3  # a channel
+    image = torch.arange(groups * 64).view(groups, 1, 64).expand(groups, 384 // groups, 64) / 64 + 1
     x = {
         "contiguous": lambda: base,
         "permuted": lambda: base.transpose(1, 2),
@@ -154,7 +163,8 @@ def test_channels_of_an_image_do_not_share_a_scale(scheme):
     by_channel = [t.transpose(0, 1).reshape(8, -1).norm(dim=1) for t in (x - y, x)]
     error = (by_channel[0] / by_channel[1]).tolist()
     assert max(error) < (0.12 if scheme is Scheme.INT4 else 0.01)
-    assert max(error) < 1.5 * min(error)
+    # one group a channel: its largest value, so its step, is a matter of chance
+    assert max(error) < (1.5 if scheme is Scheme.INT4 else 2.0) * min(error)
 
 
 @pytest.mark.parametrize(("count", "size", "group"), [(2, 8, 128), (5, 7, 0), (4, 7, 98)])
@@ -169,3 +179,11 @@ def test_layouts_that_cannot_be_cut_say_why():
     assert "expanded" in layout_of(torch.empty(1, 128).expand(4, 128), Scheme.INT8)
     assert "do not divide" in layout_of(torch.empty(4, 128)[:, ::2], Scheme.INT4)
     assert "do not divide" in layout_of(torch.empty(3, 3), Scheme.BITS)
+
+
+def test_int8_of_an_image_has_one_scale_a_channel():
+    image = images(4, 16, 7)
+    assert by_channel(image)
+    assert not by_channel(image.contiguous())
+    stored, _ = round_trip(image, Scheme.INT8)
+    assert stored[1].numel() == 16

@@ -163,15 +163,40 @@ def test_batch_norm_and_pooling_cross_compressed():
             assert cosine(p.grad, want) > 0.95
 
 
-@pytest.mark.parametrize(("batch", "scheme"), [(31, "int8"), (32, "int4")])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_batch_norms_over_few_elements_get_8_bits(batch, scheme, layout):
-    """256 positions: 31 samples are too few for the errors of INT4 to average out, 32 are not."""
+def normed(batch, layout, **options):
+    """How a batch norm's input of 256 positions a sample is stored."""
     net = nn.Sequential(nn.Conv2d(8, 32, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
     net.to(memory_format=layout)
     x = torch.randn(batch, 8, 16, 16).contiguous(memory_format=layout)
+    with torch._inductor.config.patch(layout_optimization=False):
+        kept = crossing(lambda x: net(x).square().mean(), x, **options)
+    return schemes(kept, "0")
+
+
+@pytest.mark.parametrize(("batch", "scheme"), [(31, "int8"), (32, "int4")])
+def test_batch_norms_over_few_elements_get_8_bits(batch, scheme):
+    """31 samples are too few for the errors of INT4 to average out, 32 are not."""
+    assert normed(batch, torch.contiguous_format) == {scheme}
+    assert normed(batch, torch.channels_last, memory_budget=0.01) == {scheme}
+
+
+def test_channels_last_images_get_8_bits_unless_a_budget_asks_for_fewer():
+    assert normed(32, torch.channels_last) == {"int8"}
+    assert normed(32, torch.channels_last, memory_budget=0.9) == {"int8"}
+
+
+def test_a_batch_of_any_size_has_one_scale_a_channel():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+    net.to(memory_format=torch.channels_last)
+    x = torch.randn(6, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+    net(x).square().mean().backward()
+    want = net[0].weight.grad.clone()
+    net.zero_grad()
+    torch._dynamo.mark_dynamic(x, 0)
     kept = crossing(lambda x: net(x).square().mean(), x)
-    assert schemes(kept, "0") == {scheme}
+    assert schemes(kept, "0") == {"int8"}
+    assert cosine(net[0].weight.grad, want) > 0.99
 
 
 def test_weights_inputs_and_outputs_are_left_alone():

@@ -1,0 +1,158 @@
+"""Convolutions over patches as products: same values, no convolution left, nothing else touched."""
+
+import pytest
+import torch
+from torch import nn
+
+from hot_compile.passes import patches
+from hot_compile.passes.graph import aten
+from hot_compile.testing import hot_step
+
+OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact
+
+
+class Embedding(nn.Module):
+    """An image in patches, a norm and a head; with or without channels last."""
+
+    def __init__(self, conv, channels_last=False):
+        super().__init__()
+        self.conv, self.head = conv, nn.Linear(conv.out_channels, 4)
+        self.channels_last = channels_last
+
+    def forward(self, image):
+        if self.channels_last:
+            image = image.to(memory_format=torch.channels_last)
+        tokens = self.conv(image).flatten(2).transpose(1, 2)
+        return self.head(tokens).square().mean()
+
+
+def convolutions(graphs):
+    wanted = (aten.convolution.default, patches.CONVOLUTION_BACKWARD)
+    return sum(n.target in wanted for graph in graphs for n in graph.nodes)
+
+
+def gradients(net, image):
+    net.zero_grad()
+    loss = net(image)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    """As if on a GPU, where cuDNN is slow at three channels."""
+    seen = []
+
+    def spy(graph):
+        count = original(graph)
+        seen.append((count, convolutions([graph])))
+        return count
+
+    original = patches.patches_as_products
+    monkeypatch.setattr(patches, "_pays", lambda conv: True)
+    monkeypatch.setattr("hot_compile.passes.pipeline.patches_as_products", spy)
+    return seen
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize(
+    ("conv", "size"),
+    [
+        (lambda bias: nn.Conv2d(3, 32, 4, stride=4, bias=bias), (12, 16)),
+        (lambda bias: nn.Conv2d(3, 15, (2, 5), stride=(2, 5), bias=bias), (6, 15)),
+        (lambda bias: nn.Conv1d(1, 8, 7, stride=7, bias=bias), (21,)),
+        (lambda bias: nn.Conv3d(3, 8, 2, stride=2, bias=bias), (4, 6, 2)),
+    ],
+)
+def test_patches_are_products(pays, conv, size, bias, channels_last):
+    torch.manual_seed(0)
+    conv = conv(bias)
+    if channels_last and len(size) != 2:
+        pytest.skip("images only")
+    net = Embedding(conv, channels_last)
+    image = torch.randn(5, conv.in_channels, *size)
+    want = gradients(net, image)
+    net.zero_grad()
+    loss, _ = hot_step(net, image, options=OPTIONS)
+    got = [loss.detach(), *(p.grad for p in net.parameters())]
+    assert pays == [(1, 0)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # fp32 sums in another order
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(3, 8, 3, stride=2),
+        nn.Conv2d(3, 8, 4, stride=4, padding=2),
+        nn.Conv2d(3, 6, 4, stride=4, groups=3),
+        nn.Conv2d(3, 8, 2, stride=2, dilation=2),
+        nn.Conv2d(3, 8, 5, stride=5),  # leaves a remainder of 16
+        nn.ConvTranspose2d(3, 8, 4, stride=4),
+    ],
+)
+def test_others_stay_convolutions(pays, conv):
+    hot_step(Embedding(conv), torch.randn(2, 3, 16, 16), options=OPTIONS)
+    assert pays == [(0, 2)]
+
+
+def test_an_image_that_wants_a_gradient_stays(pays):
+    image = torch.randn(2, 3, 16, 16, requires_grad=True)
+    hot_step(Embedding(nn.Conv2d(3, 8, 4, stride=4)), image, options=OPTIONS)
+    assert pays == [(0, 2)]
+
+
+def test_a_batch_of_any_size(pays):
+    net, image = Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(5, 3, 16, 16)
+    want = gradients(net, image)
+    net.zero_grad()
+    torch._dynamo.mark_dynamic(image, 0)
+    loss, _ = hot_step(net, image, options=OPTIONS)
+    got = [loss.detach(), *(p.grad for p in net.parameters())]
+    assert pays == [(1, 0)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_built_stays_a_convolution(pays, monkeypatch, caplog):
+    def fail(*args):
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(patches, "_as_image", fail)
+    hot_step(Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(2, 3, 16, 16), options=OPTIONS)
+    assert pays == [(0, 2)]
+    assert "stays a convolution" in caplog.text
+
+
+def test_on_a_cpu_convolutions_stay():
+    assert not patches._pays(conv_of(torch.randn(2, 3, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "precision", "pays"),
+    [
+        (torch.bfloat16, 3, "highest", True),
+        (torch.float16, 1, "highest", True),
+        (torch.bfloat16, 8, "highest", False),
+        (torch.float32, 3, "highest", False),
+        (torch.float32, 3, "high", True),
+        (torch.float64, 3, "high", False),
+    ],
+)
+def test_on_a_gpu_where_cudnn_is_slow_and_a_product_no_less_precise(
+    monkeypatch, dtype, channels, precision, pays
+):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        x = torch.empty(2, channels, 8, 8, dtype=dtype, device="cuda")
+    assert patches._pays(conv_of(x)) is pays
+
+
+def conv_of(x):
+    """A graph's convolution of x by kernels of 4 at steps of 4."""
+    graph = torch.fx.Graph()
+    image, weight = graph.placeholder("x"), graph.placeholder("weight")
+    image.meta["val"] = x
+    settings = ([4, 4], [0, 0], [1, 1], False, [0, 0], 1)
+    return graph.call_function(aten.convolution.default, (image, weight, None, *settings))
