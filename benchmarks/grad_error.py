@@ -41,7 +41,7 @@ def for_each_product(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
 
 def for_both(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
     """The same integers for both products."""
-    row_q, row_scale, col_q, fold, peak, equal = shared.quantize_shared(g, 0, 1)
+    row_q, row_scale, col_q, fold, peak, equal, _ = shared.quantize_shared(g, 0, 1)
     w_q, w_scale = shared.quantize_weight(w, equal, False)
     x_q, x_scale = shared.rescale_int8(*shared.compress_int8(x, 0, 1), fold, peak)
     return (

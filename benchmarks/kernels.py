@@ -113,8 +113,8 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
     """Every transform on one gradient or activation of this shape."""
     x = torch.randn(rows, columns, device="cuda", dtype=dtype)
     stored = hot.compress_int4(x)
-    *_, fold, peak, equal = hot.quantize_shared(x, 0, 1)
-    *_, half_fold, half_peak, _ = hot.quantize_shared(x, 8, tokens)
+    *_, fold, peak, equal, _ = hot.quantize_shared(x, 0, 1)
+    *_, half_fold, half_peak, _, _ = hot.quantize_shared(x, 8, tokens)
     whole, half = hot.compress_int8(x, 0, 1), hot.compress_int8(x, 8, tokens)
     weight = torch.randn(columns, 768, device="cuda", dtype=dtype)
     calls = {

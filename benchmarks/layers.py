@@ -97,7 +97,7 @@ def exact(t: Operands, tokens: int, one_read: bool) -> None:
 
 def _shared(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> None:
     """The backward with one quantisation of grad_output, x as the forward ``stored`` it."""
-    row_q, row_scale, col_q, fold, peak, equal = hot.quantize_shared(t.grad_output, rank, tokens)
+    row_q, row_scale, col_q, fold, peak, equal, _ = hot.quantize_shared(t.grad_output, rank, tokens)
     weight_q, weight_scale = hot.quantize_weight(t.weight, equal, False)
     hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
     rescale = hot.rescale_int4 if len(stored) == 3 else hot.rescale_int8

@@ -8,6 +8,8 @@ import torch
 from torch import fx
 
 from hot_compile.config import Strategy
+from hot_compile.passes.emit import prims
+from hot_compile.passes.graph import aten
 from hot_compile.passes.plan import Decision
 from hot_compile.passes.site import Site, SiteNodes
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_shared(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]:
-    """New nodes for one layer that computes g_x and g_w: [(old product, its replacement)]."""
+    """New nodes for one layer that computes g_x and g_w: [(old result, its replacement)]."""
     ops, nodes = torch.ops.hot, site.nodes
     assert isinstance(nodes, SiteNodes)
     gx, gw = nodes.grad_input, nodes.grad_weight
@@ -24,8 +26,10 @@ def build_shared(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.
     assert gw is not None
     saved = _compress(b, nodes, d)
     first, g = min(gx, gw), nodes.grad_output  # nodes order by place
-    both = b.call(first, False, first, ops.quantize_shared.default, g, d.rank, d.tokens)
-    row_q, row_scale, col_q, fold, peak, equal = b.parts(both)
+    bias = _grad_bias(g, first)
+    args = (g, d.rank, d.tokens, *((True,) if bias else ()))
+    both = b.call(first, False, first, ops.quantize_shared.default, *args)
+    row_q, row_scale, col_q, fold, peak, equal, sums = b.parts(both)
     w = b.call(gx, False, gx, ops.quantize_weight.default, nodes.weight, equal, nodes.weight_is_io)
     w_q, w_scale = b.parts(w)
     product = ops.scaled_int_mm.default
@@ -36,7 +40,8 @@ def build_shared(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.
     if nodes.grad_weight_is_io:
         operands = (x_q, col_q, x_scale, equal)
     new_gw = b.call(gw, False, gw, product, *operands, None, None, site.dtype)
-    return [(gx, new_gx), (gw, new_gw)]
+    swaps = [(gx, new_gx), (gw, new_gw)]
+    return swaps + ([(bias, _total(b, bias, sums))] if bias else [])
 
 
 def _compress(b: Builder, nodes: SiteNodes, d: Decision) -> tuple[fx.Node, ...]:
@@ -45,3 +50,24 @@ def _compress(b: Builder, nodes: SiteNodes, d: Decision) -> tuple[fx.Node, ...]:
     if d.strategy is Strategy.INT4:
         return b.parts(b.call(at, True, at, ops.compress_int4.default, nodes.x))
     return b.parts(b.call(at, True, at, ops.compress_int8.default, nodes.x, d.rank, d.tokens))
+
+
+def _grad_bias(grad_output: fx.Node, behind: fx.Node) -> fx.Node | None:
+    """The sum over g_y's rows, if the graph wants it and not before g_y is quantised.
+
+    Whoever quantises g_y reads all of it anyway.
+    """
+    for user in grad_output.users:
+        sums_rows = user.target is aten.sum.dim_IntList and list(user.args[1]) == [0]  # type: ignore[arg-type]
+        if sums_rows and not user.kwargs and behind < user:
+            return user
+    return None
+
+
+def _total(b: Builder, bias: fx.Node, sums: fx.Node) -> fx.Node:
+    """``sums`` added up, as ``bias`` has it."""
+    total = b.call(bias, False, bias, aten.sum.dim_IntList, sums, *bias.args[1:])
+    dtype = bias.meta["val"].dtype
+    if dtype is torch.float32:
+        return total
+    return b.call(bias, False, bias, prims.convert_element_type.default, total, dtype)

@@ -25,6 +25,8 @@ INT4_GROUP = 128
 """Rows that share one scale and minimum in packed INT4 storage."""
 UNITS_PER_TILE = 8
 """Units of 16 rows that share one scale in INT8 storage, and one bound in ``rescale_int*``."""
+UNITS_PER_SUM = 4
+"""Units of 16 rows that ``quantize_shared`` adds up, on average, to a row of ``sums``."""
 SHARED_RANKS = (0, 8)
 """HLA ranks that ``quantize_shared`` and ``compress_int8`` have kernels for."""
 
@@ -47,8 +49,8 @@ SCHEMAS = {
         "(Tensor packed, Tensor scale, Tensor minimum) -> (Tensor q, Tensor scale, Tensor zero)"
     ),
     "quantize_shared": (
-        "(Tensor grad_output, int rank, SymInt tokens) -> (Tensor row_q, Tensor row_scale,"
-        " Tensor col_q, Tensor fold, Tensor peak, Tensor equal)"
+        "(Tensor grad_output, int rank, SymInt tokens, bool summed=False) -> (Tensor row_q,"
+        " Tensor row_scale, Tensor col_q, Tensor fold, Tensor peak, Tensor equal, Tensor sums)"
     ),
     "quantize_weight": (
         "(Tensor weight, Tensor equal, bool inputs_first) -> (Tensor q, Tensor scale)"
@@ -110,6 +112,11 @@ def _quantised(like: Tensor, rows: int, contracted: int, packed: bool) -> Tensor
 def unit_rows(rank: int) -> int:
     """Contracted rows that one unit of 16 rows becomes, for the ranks in ``SHARED_RANKS``."""
     return rank or HADAMARD_ORDER
+
+
+def sum_rows(units: int) -> int:
+    """Rows of the ``sums`` that ``quantize_shared`` returns; ``units`` may be symbolic."""
+    return (units + UNITS_PER_SUM - 1) // UNITS_PER_SUM
 
 
 @torch.library.register_fake("hot::quantize_rows")
@@ -181,10 +188,11 @@ def _(packed: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, T
 
 @torch.library.register_fake("hot::quantize_shared")
 def _(
-    grad_output: Tensor, rank: int, tokens: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_output: Tensor, rank: int, tokens: int, summed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, cols = grad_output.shape
     contracted = contracted_rows(rows, rank, tokens)
+    units = contracted // unit_rows(rank)
 
     def floats(length: int) -> Tensor:
         return grad_output.new_empty((length,), dtype=torch.float32)
@@ -194,8 +202,9 @@ def _(
         floats(rows),
         grad_output.new_empty((cols, contracted), dtype=torch.int8),
         floats(contracted),
-        floats(contracted // unit_rows(rank)),
+        floats(units),
         floats(cols),
+        grad_output.new_empty((sum_rows(units) if summed else 0, cols), dtype=torch.float32),
     )
 
 

@@ -20,6 +20,7 @@ from hot_compile.runtime.ops import (
     UNITS_PER_TILE,
     contracted_rows,
     round_up,
+    sum_rows,
     unit_rows,
 )
 from hot_compile.runtime.reference import (
@@ -92,8 +93,8 @@ def quantize_fixed(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def quantize_shared(
-    grad_output: Tensor, rank: int, tokens: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_output: Tensor, rank: int, tokens: int, summed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_output [L, O] for g_x and for g_w from one read, INT8, stochastically rounded.
 
     g_x: row_q int8 [L, O rounded up to 32], row_scale fp32 [L]:
@@ -103,6 +104,8 @@ def quantize_shared(
     of 16 rows (``_transform_rows``), whose 8 rows share a scale from the bound |h| <= sum |g| / 4,
     summed over the rows' absmax: up to 2 bits wide, far below what HLA itself leaves out.
     peak fp32 [units] is the largest ``fold`` of each unit. equal fp32 [O]: see ``equal_of``.
+    sums fp32 [units / 4, O], empty unless ``summed``: they add up to the sum over grad_output's
+    rows, the gradient of a bias. Which rows each takes, and in which order, is a provider's choice.
     """
     rows, cols = grad_output.shape
     equal = equal_of(grad_output)
@@ -119,7 +122,15 @@ def quantize_shared(
     col_q = _pad_rows(col_q, contracted).t().contiguous()
     peak = fold.reshape(contracted // unit, unit).amax(1)
     row_q = torch.nn.functional.pad(row_q, (0, round_up(cols, CONTRACT_ALIGN) - cols))
-    return row_q, row_scale, col_q, fold, peak, equal
+    sums = _sums(grad_output.float(), sum_rows(peak.shape[0]) if summed else 0)
+    return row_q, row_scale, col_q, fold, peak, equal, sums
+
+
+def _sums(values: Tensor, count: int) -> Tensor:
+    """``values`` [L, O] added up to [count, O]."""
+    rows, cols = values.shape
+    each = -(-rows // count) if count else 0
+    return _pad_rows(values[: each * count], each * count).reshape(count, each, cols).sum(1)
 
 
 def _half_rows(values: Tensor, absmax: Tensor, rank: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,11 @@ auto expand_int4_isa(Tensor packed, Tensor scale, Tensor minimum, std::string is
   return cpu::expand_int4(kernels_named(isa), packed, scale, minimum);
 }
 
-auto quantize_shared(Tensor g, int64_t rank, int64_t tokens) {
-  return cpu::quantize_shared(best_kernels(), g, rank, tokens);
+auto quantize_shared(Tensor g, int64_t rank, int64_t tokens, bool summed) {
+  return cpu::quantize_shared(best_kernels(), g, rank, tokens, summed);
 }
-auto quantize_shared_isa(Tensor g, int64_t rank, int64_t tokens, std::string isa) {
-  return cpu::quantize_shared(kernels_named(isa), g, rank, tokens);
+auto quantize_shared_isa(Tensor g, int64_t rank, int64_t tokens, bool summed, std::string isa) {
+  return cpu::quantize_shared(kernels_named(isa), g, rank, tokens, summed);
 }
 
 auto quantize_weight(Tensor weight, Tensor equal, bool inputs_first) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_samples import DTYPES, SHAPES, check_same, layouts, sample, strange
+from test_shared import check_sums
 from torch import Tensor
 
 from hot_compile.runtime import build, reference, reference_shared
@@ -42,7 +43,8 @@ def check(name: str, *args: object) -> tuple[Tensor, ...]:
 
 def check_all(x: Tensor, rank: int, tokens: int) -> None:
     """Every operator on ``x``, taken as grad_output, weight and x alike."""
-    *_, fold, peak, equal = check("quantize_shared", x, rank, tokens)
+    *_, fold, peak, equal, _ = check("quantize_shared", x, rank, tokens)
+    check_sums(torch.ops.hot.quantize_shared(x.cuda(), rank, tokens, True)[-1], x.cpu())
     check("quantize_weight", x, torch.rand(x.shape[0]), False)
     check("quantize_weight", x, equal, True)
     stored = check("compress_int8", x, rank, tokens)
@@ -72,7 +74,9 @@ def test_tokens_group_across_the_batch(samples, tokens, dtype):
 )
 def test_many_tiles(shape, rank, tokens):
     """More tiles than fit on the device at once; the last units have rows missing."""
-    check("quantize_shared", sample(*shape, torch.bfloat16), rank, tokens)
+    x = sample(*shape, torch.bfloat16)
+    check("quantize_shared", x, rank, tokens)
+    check_sums(torch.ops.hot.quantize_shared(x.cuda(), rank, tokens, True)[-1], x)
 
 
 @pytest.mark.parametrize("rank", [0, 8])
@@ -112,7 +116,7 @@ def test_empty(shape, rank):
 def backward(x: Tensor, g: Tensor, w: Tensor, rank: int) -> tuple[Tensor, ...]:
     """Every operator once, as a layer's backward uses them."""
     ops = torch.ops.hot
-    row_q, row_scale, col_q, fold, peak, equal = ops.quantize_shared(g, rank, 1)
+    row_q, row_scale, col_q, fold, peak, equal, sums = ops.quantize_shared(g, rank, 1, True)
     w_q, w_scale = ops.quantize_weight(w, equal, False)
     if rank == 0:
         x_q, x_scale = ops.rescale_int4(*ops.compress_int4(x), fold, peak)
@@ -120,7 +124,7 @@ def backward(x: Tensor, g: Tensor, w: Tensor, rank: int) -> tuple[Tensor, ...]:
         x_q, x_scale = ops.rescale_int8(*ops.compress_int8(x, rank, 1), fold, peak)
     g_x = ops.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.bfloat16)
     g_w = ops.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.bfloat16)
-    return row_q, row_scale, col_q, fold, peak, equal, w_q, w_scale, x_q, x_scale, g_x, g_w
+    return row_q, row_scale, col_q, fold, peak, equal, sums, w_q, w_scale, x_q, x_scale, g_x, g_w
 
 
 def layer() -> tuple[Tensor, Tensor, Tensor]:
@@ -157,9 +161,9 @@ def test_same_bits_again_and_from_a_captured_graph(rank):
 def test_opcheck():
     x = torch.randn(100, 72, device="cuda", dtype=torch.bfloat16)
     ops, tests = torch.ops.hot, ("test_schema", "test_faketensor")
-    *_, fold, peak, equal = ops.quantize_shared(x, 0, 1)
+    *_, fold, peak, equal, _ = ops.quantize_shared(x, 0, 1)
     calls = {
-        "quantize_shared": (x, 8, 5),
+        "quantize_shared": (x, 8, 5, True),
         "quantize_weight": (x.t(), equal, False),
         "compress_int8": (x, 8, 1),
         "rescale_int8": (*ops.compress_int8(x, 0, 1), fold, peak),
@@ -188,7 +192,8 @@ def test_more_than_2_to_31_elements():
     rows, cols = 2**21 + 32, 1056
     g = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
     g.normal_()
-    row_q, row_scale, col_q, fold, peak, equal = torch.ops.hot.quantize_shared(g, 0, 1)
+    row_q, row_scale, col_q, fold, peak, equal, sums = torch.ops.hot.quantize_shared(g, 0, 1, True)
+    assert (sums[-1] - g[-64:].float().sum(0)).abs().max() < 1e-3
     tail = g[-64:].float().cpu() * (2.0**-8 / equal.cpu())
     want, _ = reference_shared.shared_scale_of(tail.abs().amax(1))
     assert torch.equal(row_scale[-64:].cpu(), want)

@@ -14,6 +14,15 @@ from hot_compile.runtime import reference, reference_shared
 hot = torch.ops.hot
 
 
+def check_sums(sums: torch.Tensor, x: torch.Tensor) -> None:
+    """Add up to the sum over rows, within what adding floats one by one may lose."""
+    want, lost = x.double().sum(0), x.double().abs().sum(0) * x.shape[0] * 2**-24
+    got = sums.cpu().double().sum(0)
+    fine = (got - want).abs() <= lost
+    overflow = lost >= 2.0**103  # partial sums beyond the largest float
+    assert bool((fine | (want.isfinite().logical_not() & ~got.isfinite()) | overflow).all())
+
+
 def check_all(call, assert_same, x: torch.Tensor, rank: int, tokens: int) -> None:
     """Every operator by ``call(name, *args)`` on ``x``, as grad_output, weight and x alike."""
 
@@ -22,7 +31,8 @@ def check_all(call, assert_same, x: torch.Tensor, rank: int, tokens: int) -> Non
         assert_same(call(name, *args), want)
         return want
 
-    *_, fold, peak, equal = check("quantize_shared", x, rank, tokens)
+    *_, fold, peak, equal, _ = check("quantize_shared", x, rank, tokens)
+    check_sums(call("quantize_shared", x, rank, tokens, True)[-1], x)
     check("quantize_weight", x, torch.rand(x.shape[0]), False)
     check("quantize_weight", x, equal, True)
     check("rescale_int8", *check("compress_int8", x, rank, tokens), fold, peak)
@@ -85,7 +95,7 @@ def test_rounding_is_unbiased_and_uncorrelated(born):
     if born == "power of two":  # scales 2^k: quotients have the values' few mantissa bits
         x = x.bfloat16().float().clamp(-3.96875, 3.96875)
         x[:, 0] = 3.96875
-    q, scale, _, _, _, equal = hot.quantize_shared(x, 0, 1)
+    q, scale, _, _, _, equal, _ = hot.quantize_shared(x, 0, 1)
     t = x.double() / scale.double()[:, None] / equal.double()
     error = q - t
     assert abs(float(error.mean())) < 1e-3
@@ -99,7 +109,7 @@ def test_rounding_is_unbiased_and_uncorrelated(born):
 def test_what_lies_on_the_grid_stays():
     x = torch.randint(-127, 128, (64, 96)).float()
     x[:, 0] = 127
-    q, scale, col_q, fold, _, equal = hot.quantize_shared(x, 0, 1)
+    q, scale, col_q, fold, _, equal, _ = hot.quantize_shared(x, 0, 1)
     assert torch.equal(values_of(q, scale, equal), x.double())
     assert torch.equal(values_of(col_q.t().contiguous(), fold, equal), x.double())
 
@@ -110,7 +120,7 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 def gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(g_x, g_w with x in 8 bits) as a layer's backward makes them."""
-    row_q, row_scale, col_q, fold, peak, equal = hot.quantize_shared(g, 0, 1)
+    row_q, row_scale, col_q, fold, peak, equal, _ = hot.quantize_shared(g, 0, 1)
     w_q, w_scale = hot.quantize_weight(w, equal, False)
     x_q, x_scale = hot.rescale_int8(*hot.compress_int8(x, 0, 1), fold, peak)
     g_x = hot.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32)
@@ -140,7 +150,7 @@ def test_gradients(kind):
 def test_half_rank_is_exact_on_what_it_keeps():
     """Rows that are constant within each unit have all their energy in the first coefficient."""
     g, x = (torch.randn(40, cols).repeat_interleave(16, 0) for cols in (48, 64))
-    _, _, col_q, fold, peak, equal = hot.quantize_shared(g, 8, 1)
+    _, _, col_q, fold, peak, equal, _ = hot.quantize_shared(g, 8, 1)
     x_q, x_scale = hot.rescale_int8(*hot.compress_int8(x, 8, 1), fold, peak)
     got = hot.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32)
     assert relative(got, g.double().t() @ x.double()) < 0.02

@@ -188,6 +188,8 @@ struct Kernels {
   void (*shared_absmax)(const SharedForms&, int64_t unit, uint32_t* absmax);
   /// Quantises the units that fill 64 contracted rows from `unit` on, some perhaps past the last.
   void (*shared_quantize)(const SharedForms&, int64_t unit, const UnitReciprocals*);
+  /// Sums of rows [begin, end) into sums [cols].
+  void (*sum_rows)(const Matrix&, int64_t begin, int64_t end, float* sums);
   /// Quantises rows [begin, end) times `factor` per column to 8 bits, to nearest.
   void (*quantize_scaled_rows)(const Matrix&, const float* factor, int64_t begin, int64_t end,
                                float* buffer, const RowOutput&);

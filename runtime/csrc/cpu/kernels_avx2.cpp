@@ -23,6 +23,7 @@ extern const Kernels kAvx2 = {
     avx2::expand_int4,
     avx2::shared_absmax,
     avx2::shared_quantize,
+    avx2::sum_rows,
     avx2::quantize_scaled_rows,
     avx2::rescale,
     avx2::epilogue,

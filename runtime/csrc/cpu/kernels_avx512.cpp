@@ -23,6 +23,7 @@ extern const Kernels kAvx512 = {
     avx512::expand_int4,
     avx512::shared_absmax,
     avx512::shared_quantize,
+    avx512::sum_rows,
     avx512::quantize_scaled_rows,
     avx512::rescale,
     avx512::epilogue,

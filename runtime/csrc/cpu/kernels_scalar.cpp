@@ -23,6 +23,7 @@ extern const Kernels kScalar = {
     scalar::expand_int4,
     scalar::shared_absmax,
     scalar::shared_quantize,
+    scalar::sum_rows,
     scalar::quantize_scaled_rows,
     scalar::rescale,
     scalar::epilogue,

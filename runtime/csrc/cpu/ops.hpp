@@ -17,8 +17,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels&, const Tensor
 std::tuple<Tensor, Tensor, Tensor> compress_int4(const Kernels&, const Tensor& x);
 std::tuple<Tensor, Tensor, Tensor> expand_int4(const Kernels&, const Tensor& packed,
                                                const Tensor& scale, const Tensor& minimum);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_shared(
-    const Kernels&, const Tensor& grad_output, int64_t rank, int64_t tokens);
+using SharedResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+SharedResult quantize_shared(const Kernels&, const Tensor& grad_output, int64_t rank,
+                             int64_t tokens, bool summed);
 std::tuple<Tensor, Tensor> quantize_weight(const Kernels&, const Tensor& weight,
                                            const Tensor& equal, bool inputs_first);
 std::tuple<Tensor, Tensor> compress_int8(const Kernels&, const Tensor& x, int64_t rank,

@@ -8,11 +8,10 @@
 namespace hot::cpu {
 namespace {
 
-using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 constexpr int64_t kSampledRows = 256;  // reference_shared.SAMPLED_ROWS
 constexpr int kMostLift = 8;           // reference_shared.MOST_LIFT
 constexpr float kSharedTiny = 0x1p-100f;
+constexpr int64_t kUnitsPerSum = 4;  // ops.UNITS_PER_SUM
 
 float from_bits(uint32_t b) {
   float x;
@@ -113,10 +112,22 @@ void check_factors(const Tensor& t, int64_t length, const char* op, const char* 
   check_shape(t, {length}, op, name);
 }
 
+/// Partial sums of g's rows, `count` of them.
+Tensor sums_of(const Kernels& kernels, const Matrix& g, int64_t count) {
+  Tensor sums = empty_cpu({count, g.cols}, aoti_torch_dtype_float32());
+  const int64_t each = count > 0 ? ceil_div(g.rows, count) : 0;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kernels.sum_rows(g, std::min(g.rows, i * each), std::min(g.rows, (i + 1) * each),
+                       data<float>(sums) + i * g.cols);
+  });
+  return sums;
+}
+
 }  // namespace
 
-Six quantize_shared(const Kernels& kernels, const Tensor& grad_output, int64_t rank,
-                    int64_t tokens) {
+SharedResult quantize_shared(const Kernels& kernels, const Tensor& grad_output, int64_t rank,
+                             int64_t tokens, bool summed) {
   constexpr const char* op = "quantize_shared";
   check_2d(grad_output, op, "grad_output");
   const int64_t unit_rows = checked_unit_rows(rank, op);
@@ -154,7 +165,8 @@ Six quantize_shared(const Kernels& kernels, const Tensor& grad_output, int64_t r
       kernels.shared_quantize(s, t * at_once, reciprocals);
     }
   });
-  return {row_q, row_scale, col_q, fold, peak, equal};
+  Tensor sums = sums_of(kernels, g, summed ? ceil_div(k / unit_rows, kUnitsPerSum) : 0);
+  return {row_q, row_scale, col_q, fold, peak, equal, sums};
 }
 
 std::tuple<Tensor, Tensor> quantize_weight(const Kernels& kernels, const Tensor& weight,

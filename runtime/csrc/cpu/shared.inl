@@ -158,6 +158,23 @@ void shared_quantize(const SharedForms& s, int64_t unit, const UnitReciprocals* 
 }
 
 template <class T>
+void sum_rows_of(const Matrix& x, int64_t begin, int64_t end, float* sums) {
+  for (int64_t c = 0; c < x.cols; c += kLanes) {
+    int n = static_cast<int>(x.cols - c < kLanes ? x.cols - c : kLanes);
+    F sum = set(0.0f);
+    for (int64_t r = begin; r < end; ++r)
+      sum = add(sum, load_up_to(static_cast<const T*>(x.data) + r * x.cols + c, n));
+    float lanes[kLanes];
+    store(lanes, sum);
+    std::memcpy(sums + c, lanes, n * sizeof(float));
+  }
+}
+
+void sum_rows(const Matrix& x, int64_t begin, int64_t end, float* sums) {
+  with_type(x.type, [&](auto t) { sum_rows_of<decltype(t)>(x, begin, end, sums); });
+}
+
+template <class T>
 void quantize_scaled_rows_of(const Matrix& x, const float* factor, int64_t begin, int64_t end,
                              float* buffer, const RowOutput& out) {
   for (int64_t r = begin; r < end; ++r) {

@@ -16,7 +16,6 @@ namespace hot {
 
 constexpr int kSharedThreads = 384;  // at most: more columns are spread over a cluster
 constexpr int kSharedBlocksPerSm = 2;
-constexpr int kTileUnits = 4;
 constexpr int kMostCluster = 8;
 constexpr float kSharedTiny = 0x1p-100f;  // reference_shared.SHARED_TINY
 constexpr int kMostLift = 8;              // reference_shared.MOST_LIFT
@@ -286,11 +285,11 @@ struct Patch {
     return make_uint2(second_bytes(q[0], q[1], q[2], q[3]), second_bytes(q[4], q[5], q[6], q[7]));
   }
 
-  // The rows themselves, and 16 bytes of each column to its place in `out` if they are wanted too.
-  // kWhole: no row's reciprocal is 0 either.
+  // The rows themselves, added to `sum` as well, and 16 bytes of each column to its place in `out`
+  // if they are wanted too. kWhole: no row's reciprocal is 0 either.
   template <bool kColumnsToo, bool kWhole>
   __device__ void write_rows(const SharedTask& task, const UnitRows& rows, int64_t first,
-                             float my_reciprocal, unsigned char* out) {
+                             float my_reciprocal, unsigned char* out, float (&sum)[kColumns]) {
     uint32_t columns[kColumns][4], place[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) place[c] = static_cast<uint32_t>(first + c) * kColHash;
@@ -308,12 +307,14 @@ struct Patch {
       for (int j = 0; j < 4; ++j, target += step, row_place += rows.tokens * kRowHash) {
         int i = 4 * quad + j;
         float reciprocal = __shfl_sync(~0u, my_reciprocal, i), v[kColumns];
-        if (!kWhole && reciprocal == 0.0f) words[i] = make_uint2(0, 0);
         row(i, v);
         uint32_t of[4] = {};
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
+        for (int c = 0; c < kColumns; ++c) {
+          sum[c] += v[c];
+          if (!kWhole && reciprocal == 0.0f) v[c] = 0.0f;
           of[c] = round_fixed(v[c], reciprocal, row_place ^ place[c]);
+        }
         q[j] = kColumns == 4 ? second_bytes(of[0], of[1], of[2], of[3])
                              : __byte_perm(of[0], of[1], 0x0051);
         if (inside && (kWhole || rows.has(i))) store_row(target, q[j]);
@@ -326,6 +327,16 @@ struct Patch {
         *reinterpret_cast<uint4*>(out + c * blockDim.x * (kTileUnits * 16)) =
             make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]);
     }
+  }
+
+  // A tile's sums, without the lift.
+  __device__ void write_sums(const SharedTask& task, uint32_t tile, int64_t first,
+                             const float (&sum)[kColumns]) const {
+    if (task.sums == nullptr) return;
+    float* out = task.sums + tile * task.columns + first;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      if (first + c < task.columns) out[c] = sum[c] / lift.by[c];
   }
 
   __device__ static void store_row(int8_t* out, uint32_t q) {
@@ -557,13 +568,13 @@ __device__ void prefetch(const SharedTask& task, const UnitRows& rows, int64_t f
 template <class T, int kRank>
 __device__ void quantize_unit(const SharedTask& task, const UnitRows& rows, uint32_t unit,
                               int64_t column, Patch<T>& patch, uint32_t most, bool whole,
-                              unsigned char* out) {
+                              unsigned char* out, float (&sum)[kOwned<T>]) {
   float reciprocal = shared_reciprocal_of(most);  // of row `lane`
   if (kRank != 0) patch.collect_kept(unit, column, shared_reciprocal_of(bound_of_kept(most)), out);
   if (whole && __all_sync(~0u, reciprocal != 0.0f || threadIdx.x % 32 >= kOrder))
-    patch.template write_rows<kRank == 0, true>(task, rows, column, reciprocal, out);
+    patch.template write_rows<kRank == 0, true>(task, rows, column, reciprocal, out, sum);
   else
-    patch.template write_rows<kRank == 0, false>(task, rows, column, reciprocal, out);
+    patch.template write_rows<kRank == 0, false>(task, rows, column, reciprocal, out, sum);
 }
 
 // A tile of units whose columns the threads of a block or cluster hold.
@@ -583,6 +594,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocksPerSm)
   patch.find_lift(task, column, highest_exponent(task), tile == 0);
   UnitRows rows(task, begin), ahead = rows;
   ahead.next();
+  float sum[kOwned<T>] = {};
 #pragma unroll 1
   for (uint32_t unit = begin; unit < end; ++unit, rows = ahead, ahead.next()) {
     int turn = static_cast<int>(unit - begin);
@@ -598,8 +610,9 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocksPerSm)
     uint32_t most = agreement.largest(of_row, turn, blocks);
     if (part == 0 && threadIdx.x < 32) write_scales<kRank>(task, rows, unit, most);
     quantize_unit<T, kRank>(task, rows, unit, column, patch, most, whole,
-                            Columns<kRank>::place(collected, turn));
+                            Columns<kRank>::place(collected, turn), sum);
   }
+  patch.write_sums(task, tile, column, sum);
   __syncthreads();
   Columns<kRank>::template write<T>(task, tile, first, collected);
 }
@@ -633,6 +646,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocksPerSm)
   __syncthreads();
   for (int64_t first = 0; first < task.row_length; first += step) {
     patch.find_lift(task, first + own, highest, false);
+    float sum[kOwned<T>] = {};
     for (int u = 0; u < units; ++u) {
       uint32_t unit = tile * kTileUnits + u;
       UnitRows rows(task, unit);
@@ -641,8 +655,9 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocksPerSm)
       patch.template load<false>(task, rows, first + own);
       patch.apply_lift();
       quantize_unit<T, kRank>(task, rows, unit, first + own, patch, of_lane, false,
-                              Columns<kRank>::place(collected, u));
+                              Columns<kRank>::place(collected, u), sum);
     }
+    patch.write_sums(task, tile, first + own, sum);
     __syncthreads();
     Columns<kRank>::template write<T>(task, tile, first, collected);
     __syncthreads();

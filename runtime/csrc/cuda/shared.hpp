@@ -12,6 +12,7 @@ namespace hot {
 
 constexpr int64_t kSampledRows = 256;  // reference_shared.SAMPLED_ROWS
 constexpr int kSampleStrip = 64;       // columns of one block of the sampling kernel
+constexpr int kTileUnits = 4;          // units of one block; ops.UNITS_PER_SUM
 
 struct SharedTask {
   const void* g;
@@ -31,6 +32,7 @@ struct SharedTask {
   float* fold;    // [contracted]
   float* peak;    // [units]
   float* equal;   // [columns]
+  float* sums;    // [tiles of units, columns], or null
 
   int device;
   bool clusters;  // the device has thread block clusters

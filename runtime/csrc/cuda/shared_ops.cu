@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kOrder = 16, kUnitsPerTile = 8;
 
 using Pair = std::tuple<Tensor, Tensor>;
-using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Seven = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Contracted rows of a unit of 16.
 int64_t unit_rows(int64_t rank) { return rank == 0 ? kOrder : rank; }
@@ -41,7 +41,7 @@ void zero_all(const Call& call, const Tensors&... tensors) {
   (call.zero(tensors.data_ptr(), tensors.numel() * tensors.element_size()), ...);
 }
 
-Six quantize_shared(const Tensor& grad_output, int64_t rank, int64_t tokens) {
+Seven quantize_shared(const Tensor& grad_output, int64_t rank, int64_t tokens, bool summed) {
   constexpr const char* op = "quantize_shared";
   check_matrix(grad_output, op, "grad_output");
   Units units(grad_output.size(0), rank, tokens, op);
@@ -55,10 +55,12 @@ Six quantize_shared(const Tensor& grad_output, int64_t rank, int64_t tokens) {
   Tensor fold = empty(g, {units.contracted}, ScalarType::Float);
   Tensor peak = empty(g, {units.count}, ScalarType::Float);
   Tensor equal = empty(g, {columns}, ScalarType::Float);
+  int64_t tiles = (units.count + kTileUnits - 1) / kTileUnits;
+  Tensor sums = empty(g, {summed ? tiles : 0, columns}, ScalarType::Float);
   if (rows == 0 || columns == 0) {
     zero_all(call, row_scale, fold, peak);
     if (columns > 0) torch::stable::fill_(equal, 1.0);
-    return {row_q, row_scale, col_q, fold, peak, equal};
+    return {row_q, row_scale, col_q, fold, peak, equal, sums};
   }
   Tensor workspace = empty(g, {columns + strips}, ScalarType::Int);
   SharedTask task = {};
@@ -81,11 +83,12 @@ Six quantize_shared(const Tensor& grad_output, int64_t rank, int64_t tokens) {
   task.fold = data<float>(fold);
   task.peak = data<float>(peak);
   task.equal = data<float>(equal);
+  task.sums = summed ? data<float>(sums) : nullptr;
   task.device = call.device;
   task.clusters = facts_of(call.device).hopper;
   task.stream = call.stream;
   dispatch(g, task, op, quantize_shared_bf16, quantize_shared_fp16, quantize_shared_fp32);
-  return {row_q, row_scale, col_q, fold, peak, equal};
+  return {row_q, row_scale, col_q, fold, peak, equal, sums};
 }
 
 // A float32 vector of `length`, contiguous and on 16 bytes.
