@@ -41,6 +41,9 @@ class Scheme(str, Enum):
     """As it is."""
     INT8 = "int8"
     """Symmetric INT8, a bf16 scale per group; in channels-last images per channel."""
+    ROWS = "int8_rows"
+    """Symmetric INT8, a bf16 scale per row: what a norm along rows reads. Its absmax is one more
+    reduction of a kernel that goes over the row anyway."""
     INT4 = "int4"
     """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
     whoever unpacks makes one load of both."""
@@ -92,7 +95,11 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
         group = _group((run // innermost,), scheme)
         if group is not None:
             return Layout(tuple(order), outer, run // innermost // group, group, innermost)
-    group = _group((innermost, run), scheme)
+    if scheme is Scheme.ROWS:
+        lengthwise = order[-1] == value.dim() - 1 and innermost >= _SMALLEST_GROUP
+        group = innermost if lengthwise and outer < len(order) else None
+    else:
+        group = _group((innermost, run), scheme)
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
     return Layout(tuple(order), outer, run // group, group)
@@ -133,9 +140,9 @@ def packed_bytes(value: Tensor, scheme: Scheme) -> int:
         return elements // _MASK_BITS
     groups = layout.lanes if layout.whole else elements // layout.group
     parameters = groups * torch.bfloat16.itemsize
-    if scheme is Scheme.INT8:
-        return elements + parameters
-    return elements // 2 + 2 * parameters
+    if scheme is Scheme.INT4:
+        return elements // 2 + 2 * parameters
+    return elements + parameters
 
 
 def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
@@ -170,7 +177,7 @@ def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Sche
 def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
     if scheme is Scheme.BITS:
         return _unpack_bits(emit, *parts)
-    return _unpack_int8(emit, *parts) if scheme is Scheme.INT8 else _unpack_int4(emit, *parts)
+    return _unpack_int4(emit, *parts) if scheme is Scheme.INT4 else _unpack_int8(emit, *parts)
 
 
 def _pack_int8(emit: Emitter, x: fx.Node, dims: list[int]) -> tuple[fx.Node, ...]:

@@ -11,18 +11,24 @@ from hot_compile.passes.pack import Scheme, by_channel, packed_bytes
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.tolerance import Crosser
 
-_ERROR = {Scheme.EXACT: 0.0, Scheme.BITS: 0.0, Scheme.INT8: 0.004, Scheme.INT4: 0.06}
+_ERROR = {
+    Scheme.EXACT: 0.0,
+    Scheme.BITS: 0.0,
+    Scheme.INT8: 0.004,
+    Scheme.ROWS: 0.01,
+    Scheme.INT4: 0.06,
+}
 """Relative error of a stored tensor: what a step of the grid over the spread of normally
-distributed groups of 128 gives."""
+distributed groups of 128 (a row: a thousand) gives."""
 
 
 def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
-    Without a budget: as small as it tolerates and ``config.memory_bits`` allows, but
-    channels-last images no smaller than INT8, which costs no pass of its own. With one: in order of
-    error per byte saved, until the budget holds. That order does not depend on the budget, so a
-    smaller budget never holds more.
+    Without a budget: as small as it tolerates and ``config.memory_bits`` allows, but what norms
+    read, and channels-last images, no smaller than the INT8 that costs no pass of its own. With
+    one: in order of error per byte saved, until the budget holds. That order does not depend on the
+    budget, so a smaller budget never holds more.
     """
     if config.memory is Memory.OFF:
         return {}
@@ -50,6 +56,8 @@ def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
 
 
 def _without_budget(crosser: Crosser, ladder: tuple[Scheme, ...]) -> Scheme:
+    if Scheme.ROWS in ladder:
+        return Scheme.ROWS
     image = ladder[-1] is Scheme.INT4 and by_channel(in_memory(crosser.saved))
     return Scheme.INT8 if image else ladder[-1]
 

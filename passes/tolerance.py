@@ -179,7 +179,10 @@ def _judge(saved: fx.Node, restored: fx.Node, gradients: set[fx.Node], smallest:
     readers = _Readers(restored, gradients)
     if readers.refusal:
         return Crosser(saved, restored, exact, readers.refusal)
-    schemes: tuple[Scheme, ...] = (Scheme.EXACT, Scheme.INT8)
+    along_rows = readers.rows and not readers.attention
+    lie_so = isinstance(layout_of(in_memory(saved), Scheme.ROWS), Layout)
+    eight = Scheme.ROWS if along_rows and lie_so else Scheme.INT8
+    schemes: tuple[Scheme, ...] = (Scheme.EXACT, eight)
     if not readers.attention and not 0 < readers.statistics < _FEW:
         schemes += (Scheme.INT4,)
     product, masks = readers.product, tuple(readers.masks)
@@ -237,6 +240,8 @@ class _Readers:
         """A layer's product, exact or ours, reads it through no more than views and casts."""
         self.statistics = 0
         """Elements of one channel that a batch norm's backward sums over; 0: none reads it."""
+        self.rows = False
+        """A norm's backward sums over its innermost dimension."""
         self.masks: list[fx.Node] = []
         self._restored = restored
         self._linear = {restored}
@@ -307,9 +312,14 @@ class _Readers:
         return user not in self._gradients
 
     def _note_statistics(self, reduction: fx.Node) -> None:
-        """Remember sums with the gradient over everything but the channels: a batch norm's."""
+        """Remember sums with the gradient over everything but the channels: a batch norm's; and
+        over the innermost dimension: a layer norm's."""
         summed, dims = reduction.args[0].meta["val"], reduction.args[1:2]  # type: ignore[union-attr]
-        kept = set(range(summed.dim())) - {d % summed.dim() for d in _numbers(dims)}
+        over = {d % summed.dim() for d in _numbers(dims)}
+        kept = set(range(summed.dim())) - over
+        saved = self._restored.meta["val"]
+        if over == {summed.dim() - 1} and hint(summed.numel()) == hint(saved.numel()):
+            self.rows = hint(summed.shape[-1]) == hint(saved.shape[-1])
         if summed.dim() >= 3 and kept == {_CHANNELS}:
             self.statistics = hint(summed.numel()) // max(1, hint(summed.shape[_CHANNELS]))
 

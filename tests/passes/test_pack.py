@@ -72,12 +72,13 @@ def test_int4_is_within_half_a_step_of_its_group(shape, dtype, seed, spread):
     assert ((got - want).abs() <= step / 2 * 1.001 + rounding + 1e-12).all()
 
 
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.ROWS])
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, dtype=dtypes, seed=st.integers(0, 999), spread=st.floats(1e-3, 1e3))
-def test_int8_is_within_half_a_step_of_its_group(shape, dtype, seed, spread):
+def test_int8_is_within_half_a_step_of_its_group(scheme, shape, dtype, seed, spread):
     x = values(shape, dtype, seed, spread)
-    _, y = round_trip(x, Scheme.INT8)
-    want, got = (groups_of(t, Scheme.INT8).double() for t in (x, y))
+    _, y = round_trip(x, scheme)
+    want, got = (groups_of(t, scheme).double() for t in (x, y))
     step = want.abs().amax(1, keepdim=True) / 127 * (1 + 2**-7)
     rounding = (
         want.abs() * {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
@@ -116,7 +117,7 @@ def test_layouts_keep_values_in_their_places(scheme, make):
             torch.testing.assert_close(x, y, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8])
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8, Scheme.ROWS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_code_stores_the_same_bits(scheme, dtype):
     x = values((197, 3, 64), dtype, seed=1, spread=2.0)
@@ -179,6 +180,8 @@ def test_layouts_that_cannot_be_cut_say_why():
     assert "expanded" in layout_of(torch.empty(1, 128).expand(4, 128), Scheme.INT8)
     assert "do not divide" in layout_of(torch.empty(4, 128)[:, ::2], Scheme.INT4)
     assert "do not divide" in layout_of(torch.empty(3, 3), Scheme.BITS)
+    assert "do not divide" in layout_of(torch.empty(64, 16), Scheme.ROWS)
+    assert "do not divide" in layout_of(torch.empty(96, 64).t(), Scheme.ROWS)
 
 
 def test_int8_of_an_image_has_one_scale_a_channel():

@@ -129,6 +129,38 @@ def test_an_unknown_reader_stays_exact():
     assert any("not known to tolerate" in c.reason or "recomputed" in c.reason for c in kept)
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(96), nn.RMSNorm(96), nn.LayerNorm(96, elementwise_affine=False)]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_norms_along_rows_read_gets_a_scale_a_row(norm, dynamic):
+    x = torch.randn(8, 40, 96)
+    x[:, 3] *= 1e4  # a row that others must not share a scale with
+    before = nn.Linear(96, 96)
+
+    def loss(x):
+        return norm(before(x)).sigmoid().square().mean()
+
+    loss(x).backward()
+    want = before.weight.grad.clone()
+    before.zero_grad()
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    kept = crossing(loss, x, exclude="*")
+    (stored,) = (c for c in kept if c.scheme == "int8_rows")
+    assert stored.bytes == 8 * 40 * (96 + 2)
+    assert cosine(before.weight.grad, want) > 0.999
+
+
+def test_rows_too_short_or_not_side_by_side_do_not():
+    for norm, x in (
+        (nn.LayerNorm(16), torch.randn(64, 96, 16)),
+        (nn.LayerNorm(96), torch.randn(64, 96, 40).transpose(1, 2)),
+    ):
+        kept = crossing(lambda x: norm(x.sin()).sigmoid().square().mean(), x)  # noqa: B023
+        assert "int8_rows" not in {c.scheme for c in kept}
+
+
 def test_relu_masks_are_bits_and_exact():
     """The gradient of a ReLU is zero exactly where its input was not positive."""
     torch.manual_seed(0)
@@ -267,7 +299,7 @@ def test_smaller_budgets_never_hold_more():
     exact, least = held(loss, x, memory="off"), held(loss, x)
     sizes = [held(loss, x, memory_budget=f) for f in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)]
     assert sizes[0] == exact
-    assert sizes[-1] == least
+    assert sizes[-1] <= least
     assert sizes == sorted(sizes, reverse=True)
     for fraction, size in zip((0.8, 0.6, 0.4), sizes[1:4], strict=True):
         assert size <= fraction * exact
