@@ -15,7 +15,7 @@ FOLDERS = ("benchmarks", "examples")
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def program(monkeypatch):
     """Import a benchmark as if started with ``python benchmarks/<name>.py``."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     torch._dynamo.reset()
@@ -26,8 +26,8 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "llama12x2048"])
-def test_workloads_have_a_loss(benchmark, name):
-    models = benchmark("models")
+def test_workloads_have_a_loss(program, name):
+    models = program("models")
     vit = name.startswith("vit")
     size = {"depth": 1, "width": 128} if name != "resnet10t" else {}
     sizes = models.Size(batch=2, tokens=16, image=32 if vit else None, **size)
@@ -38,13 +38,13 @@ def test_workloads_have_a_loss(benchmark, name):
     assert all(p.grad is not None for p in work.model.parameters())
 
 
-def test_grad_error(benchmark):
-    assert benchmark("grad_error").main(steps="0", batch=2) == 16
+def test_grad_error(program):
+    assert program("grad_error").main(steps="0", batch=2) == 16
 
 
-def test_curves(benchmark, tmp_path):
+def test_curves(program, tmp_path):
     file = tmp_path / "curves.json"
-    curves = benchmark("curves").main(
+    curves = program("curves").main(
         model="vit_tiny_patch16_224",
         batch=1,
         steps=2,
@@ -58,9 +58,9 @@ def test_curves(benchmark, tmp_path):
     assert all(len(losses) == 2 for losses in curves.values())
 
 
-def test_step(benchmark, tmp_path):
+def test_step(program, tmp_path):
     file = tmp_path / "step.json"
-    rows = benchmark("step").main(
+    rows = program("step").main(
         configs="exact,exact+recompute,int8",
         batch=16,
         depth=1,
@@ -80,8 +80,8 @@ def test_step(benchmark, tmp_path):
     assert written["environment"]["torch"] == torch.__version__
 
 
-def test_convs(benchmark, tmp_path, monkeypatch):
-    convs, file = benchmark("convs"), tmp_path / "convs.json"
+def test_convs(program, tmp_path, monkeypatch):
+    convs, file = program("convs"), tmp_path / "convs.json"
     small = [convs.Conv("small", 8, 16, 24, 3, 2), convs.Conv("small", 8, 16, 24, 1)]
     monkeypatch.setitem(convs.SHAPES, "small", small)
     timings = convs.main(shapes="small", batch=2, rounds=1, json_file=file)
@@ -89,16 +89,16 @@ def test_convs(benchmark, tmp_path, monkeypatch):
     assert json.loads(file.read_text())["arguments"]["batch"] == 2
 
 
-def test_quality(benchmark, tmp_path, capsys):
+def test_quality(program, tmp_path, capsys):
     file = tmp_path / "quality.json"
-    rows = benchmark("quality").main(recipes="exact", seeds=2, quick=True, json_file=file)
+    rows = program("quality").main(recipes="exact", seeds=2, quick=True, json_file=file)
     assert [len(row.scores) for row in rows] == [2]
     assert "| exact |" in capsys.readouterr().out
     assert json.loads(file.read_text())["arguments"]["seeds"] == 2
 
 
-def test_difference_pairs_seeds(benchmark):
-    row = benchmark("quality").Row
+def test_difference_pairs_seeds(program):
+    row = program("quality").Row
     exact, other = row("exact", [0.90, 0.96]), row("hot", [0.91, 0.97])
     mean, error = other.difference(exact)
     assert mean == pytest.approx(0.01)
@@ -106,22 +106,22 @@ def test_difference_pairs_seeds(benchmark):
 
 
 @pytest.mark.parametrize("fits", [100, 256, 271, 272, 1000])
-def test_largest_batch_is_the_last_that_fits(benchmark, fits):
+def test_largest_batch_is_the_last_that_fits(program, fits):
     tried = []
 
     def peak_at(batch):
         tried.append(batch)
         return 1000 + 10 * batch if batch <= fits else None
 
-    largest = benchmark("largest_batch")
+    largest = program("largest_batch")
     batch, _ = largest.search(peak_at, 1000 + 10 * 272, step=16)
     assert batch == fits // 16 * 16
     assert len(tried) < 60
 
 
-def test_largest_batch_compiles_once(benchmark, monkeypatch):
-    largest = benchmark("largest_batch")
-    fits, small = 40, benchmark("models").Size(8, depth=1, width=64, image=32)
+def test_largest_batch_compiles_once(program, monkeypatch):
+    largest = program("largest_batch")
+    fits, small = 40, program("models").Size(8, depth=1, width=64, image=32)
     monkeypatch.setattr(largest, "Size", lambda batch: dataclasses.replace(small, batch=batch))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     trial = largest.Trial("exact", "vit_tiny_patch16_224", "tf32", torch.device("cpu"))
@@ -143,8 +143,8 @@ def test_largest_batch_compiles_once(benchmark, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_packing(benchmark, monkeypatch, tmp_path):
-    packing, file = benchmark("packing"), tmp_path / "packing.json"
+def test_packing(program, monkeypatch, tmp_path):
+    packing, file = program("packing"), tmp_path / "packing.json"
     monkeypatch.setattr(packing, "WIDTHS", (128,))
     rows = packing.main(device="cpu", batch=1, dtype="", json_file=file)
     whats = {(row.what, row.way) for row in rows}
@@ -163,8 +163,8 @@ def _cell(folder, task, recipe, seed, score, metric="accuracy", **raw):
     path.write_text(json.dumps(data))
 
 
-def test_fidelity_cell_is_trained_once_and_resumed(benchmark, tmp_path, capsys):
-    fidelity = benchmark("fidelity")
+def test_fidelity_cell_is_trained_once_and_resumed(program, tmp_path, capsys):
+    fidelity = program("fidelity")
     fidelity.cells("digits", "fast", "0,1", out=tmp_path, quick=True)
     path = fidelity.cell_path(tmp_path, "digits", "fast", 1)
     cell = json.loads(path.read_text())
@@ -178,7 +178,7 @@ def test_fidelity_cell_is_trained_once_and_resumed(benchmark, tmp_path, capsys):
     assert path.stat().st_mtime_ns == written
 
 
-def test_fidelity_tells_what_lqs_chooses(benchmark, tmp_path):
+def test_fidelity_tells_what_lqs_chooses(program, tmp_path):
     from hot_compile.passes.profile import LayerProfile, Measure, Profile
 
     def layer(hla, int4, token):
@@ -190,7 +190,7 @@ def test_fidelity_tells_what_lqs_chooses(benchmark, tmp_path):
     Profile(8, layers).save(tmp_path / "profiles" / "glyph-scratch.fast.0.json")
     chosen = {"a": "hla8", "b": "int8", "head": "exact"}
     _cell(tmp_path, "glyph-scratch", "fast", 0, 0.9, strategies=chosen)
-    report = benchmark("fidelity_report")
+    report = program("fidelity_report")
     table = report.choice_table(report.Cells.load(tmp_path), tmp_path).splitlines()
     assert table[2:] == [
         "| a | 0.250 | 0.050 | 0.010 | 0.0100 / 0.0500 | int4 | hla8 | per token |",
@@ -198,8 +198,8 @@ def test_fidelity_tells_what_lqs_chooses(benchmark, tmp_path):
     ]
 
 
-def test_fidelity_runs_what_is_missing_in_order(benchmark, tmp_path):
-    fidelity = benchmark("fidelity")
+def test_fidelity_runs_what_is_missing_in_order(program, tmp_path):
+    fidelity = program("fidelity")
     assert {r for recipes in fidelity.SUITE.values() for r in recipes} <= set(fidelity.IMPORTANCE)
     assert set(fidelity.IMPORTANCE) == set(fidelity.RECIPES)
     assert set(fidelity.SUITE) == set(fidelity.TASKS)
@@ -214,8 +214,8 @@ def test_fidelity_runs_what_is_missing_in_order(benchmark, tmp_path):
     assert len(fidelity._groups("digits", "fast", 0, tmp_path)) == 3
 
 
-def test_fidelity_goes_on_after_a_failure(benchmark, tmp_path, monkeypatch, capfd):
-    fidelity = benchmark("fidelity")
+def test_fidelity_goes_on_after_a_failure(program, tmp_path, monkeypatch, capfd):
+    fidelity = program("fidelity")
 
     def train(task, recipe, seeds, setting, lower):
         if recipe == "exact":
@@ -230,9 +230,9 @@ def test_fidelity_goes_on_after_a_failure(benchmark, tmp_path, monkeypatch, capf
     assert "no such luck" in (tmp_path / "log.txt").read_text()
 
 
-def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(benchmark):
-    benchmark("fidelity")
-    train, tasks = benchmark("fidelity_train"), benchmark("fidelity_tasks")
+def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(program):
+    program("fidelity")
+    train, tasks = program("fidelity_train"), program("fidelity_tasks")
     task = tasks.TASKS["digits"](tasks.Setting(Path(), quick=True))
 
     def losses(*seeds):
@@ -247,9 +247,9 @@ def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(benchmark):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_fidelity_replays_what_it_would_do_step_by_step(benchmark):
-    benchmark("fidelity")
-    train, tasks = benchmark("fidelity_train"), benchmark("fidelity_tasks")
+def test_fidelity_replays_what_it_would_do_step_by_step(program):
+    program("fidelity")
+    train, tasks = program("fidelity_train"), program("fidelity_tasks")
     task = tasks.TASKS["digits"](tasks.Setting(Path(), "cuda", quick=True))
 
     def losses(eager):
@@ -262,8 +262,8 @@ def test_fidelity_replays_what_it_would_do_step_by_step(benchmark):
     assert losses(3) == pytest.approx(losses(8), rel=1e-4)
 
 
-def test_fidelity_goes_on_from_a_published_run(benchmark, tmp_path):
-    fidelity, report = benchmark("fidelity"), benchmark("fidelity_report")
+def test_fidelity_goes_on_from_a_published_run(program, tmp_path):
+    fidelity, report = program("fidelity"), program("fidelity_report")
     _cell(tmp_path, "digits", "exact", 0, 0.9)
     document = tmp_path / "docs" / "fidelity.md"
     document.parent.mkdir()
@@ -274,8 +274,8 @@ def test_fidelity_goes_on_from_a_published_run(benchmark, tmp_path):
     assert (cell.task, cell.recipe, cell.seed, cell.score) == ("digits", "exact", 0, 0.9)
 
 
-def test_fidelity_report(benchmark, tmp_path):
-    report = benchmark("fidelity_report")
+def test_fidelity_report(program, tmp_path):
+    report = program("fidelity_report")
     for seed, (exact, hot) in enumerate([(0.90, 0.891), (0.80, 0.80)]):
         _cell(tmp_path, "digits", "exact", seed, exact)
         _cell(tmp_path, "digits", "hot", seed, hot)
@@ -302,9 +302,9 @@ def test_fidelity_report(benchmark, tmp_path):
     assert len(json.loads((tmp_path / "docs" / "benchmarks" / "fidelity.json").read_text())["rows"])
 
 
-def test_outlier_pictures(benchmark, tmp_path, capsys):
+def test_outlier_pictures(program, tmp_path, capsys):
     picture = tmp_path / "outliers.png"
-    seen = benchmark("outliers").main(task="digits", quick=True, out=picture)
+    seen = program("outliers").main(task="digits", quick=True, out=picture)
     friendly, unfriendly = seen.friendliest()
     assert friendly != unfriendly
     assert set(seen.found) > {"blocks.0.attn.qkv", "blocks.0.mlp.fc2"}
@@ -312,8 +312,8 @@ def test_outlier_pictures(benchmark, tmp_path, capsys):
     assert f"| {friendly} |" in capsys.readouterr().out
 
 
-def test_layers(benchmark, tmp_path, monkeypatch):
-    layers, file = benchmark("layers"), tmp_path / "layers.json"
+def test_layers(program, tmp_path, monkeypatch):
+    layers, file = program("layers"), tmp_path / "layers.json"
     monkeypatch.setitem(layers.SHAPES, "small", layers._layers("small", (20, 48, 32)))
     layers.main(shapes="small", batch=16, rounds=2, json_file=file)
     (row,) = json.loads(file.read_text())["layers"]
@@ -325,8 +325,8 @@ def test_layers(benchmark, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_layers_as_captured_graphs(benchmark):
-    layers = benchmark("layers")
+def test_layers_as_captured_graphs(program):
+    layers = program("layers")
     layer = layers.Layer("small", 64, 96, 128)
     timing = layers.measure(layer, 4, torch.bfloat16, torch.device("cuda"), 2, graph=True)
     assert all(timing.median(name) > 0 for name in layers.METHODS)
