@@ -9,7 +9,7 @@ from torch import fx
 
 from hot_compile.config import Strategy
 from hot_compile.passes.emit import prims
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
 from hot_compile.passes.plan import Decision
 from hot_compile.passes.site import Site, SiteNodes
 
@@ -25,8 +25,9 @@ def build_shared(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.
     assert gx is not None
     assert gw is not None
     saved = _compress(b, nodes, d)
-    first, g = min(gx, gw), nodes.grad_output  # nodes order by place
-    bias = _grad_bias(g, first)
+    g = nodes.grad_output
+    bias = _grad_bias(g)
+    first = min(n for n in (gx, gw, bias) if n is not None)  # nodes order by place
     args = (g, d.rank, d.tokens, *((True,) if bias else ()))
     both = b.call(first, False, first, ops.quantize_shared.default, *args)
     row_q, row_scale, col_q, fold, peak, equal, sums = b.parts(both)
@@ -52,22 +53,59 @@ def _compress(b: Builder, nodes: SiteNodes, d: Decision) -> tuple[fx.Node, ...]:
     return b.parts(b.call(at, True, at, ops.compress_int8.default, nodes.x, d.rank, d.tokens))
 
 
-def _grad_bias(grad_output: fx.Node, behind: fx.Node) -> fx.Node | None:
-    """The sum over g_y's rows, if the graph wants it and not before g_y is quantised.
+def _grad_bias(grad_output: fx.Node) -> fx.Node | None:
+    """The sum over g_y's rows, if the graph wants it: whoever quantises g_y reads all of it anyway.
 
-    Whoever quantises g_y reads all of it anyway.
+    It may be taken of another view of g_y, of another cast to the same dtype, or of an exact copy
+    in fp32.
     """
-    for user in grad_output.users:
-        sums_rows = user.target is aten.sum.dim_IntList and list(user.args[1]) == [0]  # type: ignore[arg-type]
-        if sums_rows and not user.kwargs and behind < user:
-            return user
+    outputs, dtype = grad_output.meta["val"].shape[-1], grad_output.meta["val"].dtype
+    base = strip(grad_output, VIEWS | CASTS)
+    stack, seen = [(base, base.meta["val"].dtype == dtype)], {base}
+    while stack:
+        node, equal = stack.pop()
+        for user in node.users:
+            if equal and user.users and _sums_rows(user, outputs) and _precedes(grad_output, user):
+                return user
+            if user in seen or user.target not in VIEWS | CASTS:
+                continue
+            now = user.meta["val"].dtype
+            seen.add(user)
+            stack.append((user, now == dtype or (equal and now is torch.float32)))
     return None
+
+
+def _precedes(grad_output: fx.Node, total: fx.Node) -> bool:
+    """g_y comes before ``total`` in the graph, moved there if need be and nothing is in the way."""
+    if grad_output < total:
+        return True
+    chain, node = [], grad_output
+    while node.target in VIEWS | CASTS and not node < total:
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    needed = {n for moved in chain for n in moved.all_input_nodes} - set(chain)
+    if not all(n < total for n in needed):
+        return False
+    for moved in reversed(chain):
+        total.prepend(moved)
+    return True
+
+
+def _sums_rows(node: fx.Node, outputs: int) -> bool:
+    """Sums over all dimensions but the last, which has ``outputs`` elements."""
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    summed: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    over = {dim % summed.dim() for dim in node.args[1]}  # type: ignore[union-attr,operator]
+    return summed.shape[-1] == outputs and over == set(range(summed.dim() - 1))
 
 
 def _total(b: Builder, bias: fx.Node, sums: fx.Node) -> fx.Node:
     """``sums`` added up, as ``bias`` has it."""
-    total = b.call(bias, False, bias, aten.sum.dim_IntList, sums, *bias.args[1:])
-    dtype = bias.meta["val"].dtype
-    if dtype is torch.float32:
+    wanted: torch.Tensor = bias.meta["val"]
+    total = b.call(bias, False, bias, aten.sum.dim_IntList, sums, [0])
+    if wanted.dim() > 1:
+        total = b.call(bias, False, bias, aten.reshape.default, total, list(wanted.shape))
+    if wanted.dtype is torch.float32:
         return total
-    return b.call(bias, False, bias, prims.convert_element_type.default, total, dtype)
+    return b.call(bias, False, bias, prims.convert_element_type.default, total, wanted.dtype)

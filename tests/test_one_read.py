@@ -109,6 +109,49 @@ def test_the_bias_gradient_comes_from_the_same_read(dtype):
     assert len(recorder.sums) == 3
 
 
+class Sums(nn.Module):
+    """A Linear whose bias is added by itself, so that its gradient is a sum of 3-D tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.bias = nn.Linear(64, 96, bias=False), nn.Parameter(torch.zeros(96))
+        self.down = nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x) + self.bias))
+
+
+def test_the_bias_gradient_is_found_behind_views():
+    torch.manual_seed(0)
+    model = Sums().bfloat16()
+    x = torch.randn(32, 20, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def loss():
+        return model(x).float().square().mean()
+
+    exact = gradients(model, lambda: loss().backward())
+    recorder = Targets()
+    keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options={"min_gain": 0}, **keywords)
+    got = gradients(model, lambda: step(loss, backend=backend))
+    assert min(cosine(got[n], exact[n]) for n in exact) > 0.99
+    assert len(recorder.sums) == 2
+    assert all(node.args[0].target is operator.getitem for node in recorder.sums)
+
+
+def test_two_layers_of_one_gradient_keep_both_their_biases():
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)]), torch.randn(640, 64)
+    x.requires_grad_()
+
+    def loss():
+        return (model[0](x) + model[1](x.cos())).sin().square().mean()
+
+    exact = gradients(model, lambda: loss().backward())
+    got = gradients(model, lambda: hot_step(loss, options={"min_gain": 0}))
+    assert min(cosine(got[n], exact[n]) for n in exact) > 0.99
+
+
 def stages(options):
     model, x, recorder = Block(), torch.randn(32, 20, 64), Targets()
     keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
