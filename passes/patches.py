@@ -49,16 +49,22 @@ def _value(node: Any) -> torch.Tensor:
 
 def _is_patchwise(conv: fx.Node) -> bool:
     """Every element of x is read exactly once, and nobody wants its gradient."""
-    stride, padding, dilation, transposed, _, groups = conv.args[3:9]
+    settings: Any = conv.args[3:9]
+    stride, padding, dilation, transposed, _, groups = settings
     (_, *sizes), kernel = _value(conv.args[0]).shape, _value(conv.args[1]).shape[2:]
     if not all(isinstance(n, int) for n in sizes) or transposed or groups != 1:
         return False
-    steps = [*stride] if len(stride) > 1 else [*stride] * len(kernel)  # type: ignore[arg-type,misc]
-    if steps != list(kernel) or any(padding) or any(n != 1 for n in dilation):  # type: ignore[arg-type,union-attr]
+    steps = list(stride) if len(stride) > 1 else list(stride) * len(kernel)
+    if steps != list(kernel) or any(padding) or any(n != 1 for n in dilation):
         return False
     if any(size % length for size, length in zip(sizes[1:], kernel, strict=True)):
         return False
-    return not any(backward.args[10][0] for backward in _backwards(conv))  # type: ignore[index]
+    return not any(_wants_grad_input(backward) for backward in _backwards(conv))
+
+
+def _wants_grad_input(backward: fx.Node) -> bool:
+    mask: Any = backward.args[10]
+    return bool(mask[0])
 
 
 def _pays(conv: fx.Node) -> bool:

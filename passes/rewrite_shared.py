@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -11,10 +11,13 @@ from hot_compile.config import Strategy
 from hot_compile.passes.emit import prims
 from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
 from hot_compile.passes.plan import Decision
-from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.passes.site import Site, SiteNodes, hint
 
 if TYPE_CHECKING:
     from hot_compile.passes.rewrite import Builder
+
+_SAME_ORDER = CASTS | {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+"""They leave all elements, and leave them in their order."""
 
 
 def build_shared(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.Node]]:
@@ -56,18 +59,18 @@ def _compress(b: Builder, nodes: SiteNodes, d: Decision) -> tuple[fx.Node, ...]:
 def _grad_bias(grad_output: fx.Node) -> fx.Node | None:
     """The sum over g_y's rows, if the graph wants it: whoever quantises g_y reads all of it anyway.
 
-    It may be taken of another view of g_y, of another cast to the same dtype, or of an exact copy
+    It may be taken of g_y in another shape, of another cast to the same dtype, or of an exact copy
     in fp32.
     """
-    outputs, dtype = grad_output.meta["val"].shape[-1], grad_output.meta["val"].dtype
-    base = strip(grad_output, VIEWS | CASTS)
+    g: torch.Tensor = grad_output.meta["val"]
+    dtype, base = g.dtype, strip(grad_output, _SAME_ORDER)
     stack, seen = [(base, base.meta["val"].dtype == dtype)], {base}
     while stack:
         node, equal = stack.pop()
         for user in node.users:
-            if equal and user.users and _sums_rows(user, outputs) and _precedes(grad_output, user):
+            if equal and user.users and _sums_rows(user, g) and _precedes(grad_output, user):
                 return user
-            if user in seen or user.target not in VIEWS | CASTS:
+            if user in seen or user.target not in _SAME_ORDER:
                 continue
             now = user.meta["val"].dtype
             seen.add(user)
@@ -91,13 +94,14 @@ def _precedes(grad_output: fx.Node, total: fx.Node) -> bool:
     return True
 
 
-def _sums_rows(node: fx.Node, outputs: int) -> bool:
-    """Sums over all dimensions but the last, which has ``outputs`` elements."""
+def _sums_rows(node: fx.Node, g: torch.Tensor) -> bool:
+    """Sums all of ``g`` [L, O] but over the last dimension, which is O."""
     if node.target is not aten.sum.dim_IntList:
         return False
-    summed: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
-    over = {dim % summed.dim() for dim in node.args[1]}  # type: ignore[union-attr,operator]
-    return summed.shape[-1] == outputs and over == set(range(summed.dim() - 1))
+    args: Any = node.args
+    summed: torch.Tensor = args[0].meta["val"]
+    rest = {dim % summed.dim() for dim in args[1]} == set(range(summed.dim() - 1))
+    return rest and summed.shape[-1] == g.shape[-1] and hint(summed.numel()) == hint(g.numel())
 
 
 def _total(b: Builder, bias: fx.Node, sums: fx.Node) -> fx.Node:

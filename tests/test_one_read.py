@@ -139,6 +139,26 @@ def test_the_bias_gradient_is_found_behind_views():
     assert all(node.args[0].target is operator.getitem for node in recorder.sums)
 
 
+def test_a_sum_over_something_else_is_not_taken_for_a_bias():
+    """Of a part of g_y's rows, of a square g_y along the other dimension, and of all of it."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 96, bias=False), torch.randn(96, 64, requires_grad=True)
+    tensors = [torch.zeros(96, requires_grad=True) for _ in range(3)]
+
+    def loss():
+        y = layer(x)
+        y = y + F.pad(tensors[0].expand(48, 96), (0, 0, 0, 48)) + tensors[1][:, None]
+        return (y + tensors[2]).sin().square().mean()
+
+    loss().backward()
+    exact = [t.grad.clone() for t in (*tensors, layer.weight)]
+    for t in (*tensors, layer.weight, x):
+        t.grad = None
+    hot_step(loss, options={"min_gain": 0})
+    for got, want in zip((*tensors, layer.weight), exact, strict=True):
+        assert cosine(got.grad, want) > 0.99
+
+
 def test_two_layers_of_one_gradient_keep_both_their_biases():
     torch.manual_seed(0)
     model, x = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)]), torch.randn(640, 64)
