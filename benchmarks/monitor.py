@@ -1,6 +1,7 @@
 """What watching gradient quality costs: a watched step against a usual one, and the share at N.
 
 python benchmarks/monitor.py --model vit_tiny_patch16_224 --batch 16
+python benchmarks/monitor.py --model vit_base_patch16_224 --batch 64 --device cuda --dtype bf16
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import typer
 from models import Size, build
 from report import environment, write_json
+from step import DTYPES, compiler_settings
 
 import hot_compile
 
@@ -25,10 +27,13 @@ def main(
     batch: Annotated[int, typer.Option()] = 16,
     depth: Annotated[int, typer.Option(help="0: the model's own")] = 0,
     rounds: Annotated[int, typer.Option(help="usual and watched steps of each kind")] = 5,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
 ) -> dict[str, float]:
     """Time steps of one run in which every second forward is watched."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"got {dtype!r}; expected one of {', '.join(DTYPES)}")
     where = torch.device(device)
     work = build(model, Size(batch=batch, depth=depth or None))
     network = work.model.to(where)
@@ -36,25 +41,28 @@ def main(
     options = {"monitor": hot_compile.Monitor(every=2), "min_gain": 0}
     step = torch.compile(network, backend="hot", options=options)
     times: list[list[float]] = [[], []]
-    for number in range(2 * rounds + 4):
-        start = time.perf_counter()
-        work.loss(step, *inputs).backward()
-        network.zero_grad()
-        if where.type == "cuda":
-            torch.cuda.synchronize()
-        times[number % 2].append(time.perf_counter() - start)
+    with compiler_settings(dtype):
+        for number in range(2 * rounds + 4):
+            start = time.perf_counter()
+            with torch.autocast(where.type, torch.bfloat16, enabled=dtype == "bf16"):
+                loss = work.loss(step, *inputs)
+            loss.backward()
+            network.zero_grad()
+            if where.type == "cuda":
+                torch.cuda.synchronize()
+            times[number % 2].append(time.perf_counter() - start)
     # Forward 0 is usual and reads nothing; each usual one after a watched one reads its figures.
     usual, watched = (statistics.median(kind[2:]) for kind in times)
     share = {n: (watched - usual) / (n * usual) for n in (100, 500, 1000)}
     facts = environment(where)
-    print(f"{model}, batch {batch}, {facts['device']}, torch {facts['torch']}\n")
+    print(f"{model}, batch {batch}, {dtype}, {facts['device']}, torch {facts['torch']}\n")
     print("| usual step, ms | watched step, ms | share at N = 100 | 500 | 1000 |")
     print("|---|---|---|---|---|")
     shares = " | ".join(f"{value:.2%}" for value in share.values())
     print(f"| {usual * 1e3:.1f} | {watched * 1e3:.1f} | {shares} |")
     row = {"usual_ms": usual * 1e3, "watched_ms": watched * 1e3}
     if json_file:
-        write_json(json_file, where, {"model": model, "batch": batch}, [row])
+        write_json(json_file, where, {"model": model, "batch": batch, "dtype": dtype}, [row])
     return row
 
 

@@ -80,6 +80,14 @@ def test_step(program, tmp_path):
     assert written["environment"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_monitor(program, tmp_path, dtype):
+    path = tmp_path / "monitor.json"
+    row = program("monitor").main(batch=2, depth=1, rounds=1, dtype=dtype, json_file=path)
+    assert json.loads(path.read_text())["rows"] == [row]
+    assert row["watched_ms"] > 0
+
+
 def test_convs(program, tmp_path, monkeypatch):
     convs, file = program("convs"), tmp_path / "convs.json"
     small = [convs.Conv("small", 8, 16, 24, 3, 2), convs.Conv("small", 8, 16, 24, 1)]
