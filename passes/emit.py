@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,21 @@ class Emitter:
         if list(order) == list(range(len(order))):
             return node
         return self(aten.permute.default, node, list(order))
+
+
+def channels_first(call: Callable[..., fx.Node], new: fx.Node, like: torch.Tensor) -> fx.Node:
+    """[B, *size, C] -> [B, C, *size] in the layout of ``like``, as the graph was traced with.
+
+    ``call(op, *args, **kwargs)`` makes a node.
+    """
+    _, *size, channels = new.meta["val"].shape
+    if all(n == 1 for n in size) and like.stride(-1) == 1:
+        return call(aten.reshape.default, new, [-1, channels, *size])
+    dims = like.dim()
+    new = call(aten.permute.default, new, [0, dims - 1, *range(1, dims - 1)])
+    if new.meta["val"].is_contiguous() or not like.is_contiguous():
+        return new
+    return call(aten.clone.default, new, memory_format=torch.contiguous_format)
 
 
 def fake_mode(node: fx.Node) -> FakeTensorMode:

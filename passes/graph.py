@@ -50,6 +50,11 @@ def closure(seeds: Iterable[fx.Node]) -> set[fx.Node]:
     return reached
 
 
+def value_of(node: Any) -> torch.Tensor:
+    """The fake tensor of a node that makes one."""
+    return node.meta["val"]
+
+
 def untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
     """(base, transposed): ``node`` without 2-D transposes, and whether their number was odd."""
     transposed = False

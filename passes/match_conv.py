@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.site import ConvNodes, Convolution, Site
 
 CONVOLUTION_BACKWARD = aten.convolution_backward.default
@@ -29,16 +29,16 @@ def match_convolution(backward: fx.Node) -> tuple[fx.Node, Site]:
     conv = _convolution(backward)
     small = x if transposed else grad_output
     channels = conv.big_channels * conv.offsets
-    small_channels = _value(small).shape[1]
+    small_channels = value_of(small).shape[1]
     outputs, inputs = (channels, small_channels) if transposed else (small_channels, channels)
     refusal = _refusal(backward, forward, groups)
     site = Site(
         name="",
-        rows=_value(small).numel() // small_channels,
+        rows=value_of(small).numel() // small_channels,
         outputs=outputs,
         inputs=inputs // groups if isinstance(groups, int) else inputs,
-        dtype=_value(grad_output).dtype,
-        device=_value(grad_output).device,
+        dtype=value_of(grad_output).dtype,
+        device=value_of(grad_output).device,
         lead=(conv.batch, *conv.small_size),
         batched=True,
         head=False,
@@ -47,10 +47,6 @@ def match_convolution(backward: fx.Node) -> tuple[fx.Node, Site]:
         conv=conv,
     )
     return forward or backward, site
-
-
-def _value(node: Any) -> torch.Tensor:
-    return node.meta["val"]
 
 
 def _forward(backward: fx.Node) -> fx.Node | None:
@@ -65,10 +61,10 @@ def _forward(backward: fx.Node) -> fx.Node | None:
 
 def _refusal(backward: fx.Node, forward: fx.Node | None, groups: Any) -> str | None:
     grad_output, x, weight = backward.args[:3]
-    dtypes = {_value(node).dtype for node in (grad_output, x, weight)}
-    dimensions = _value(x).dim() - 2
+    dtypes = {value_of(node).dtype for node in (grad_output, x, weight)}
+    dimensions = value_of(x).dim() - 2
     if groups != 1:
-        kind = "depthwise" if groups == _value(x).shape[1] else f"grouped ({groups} groups)"
+        kind = "depthwise" if groups == value_of(x).shape[1] else f"grouped ({groups} groups)"
         return f"{kind} convolution: left alone, as in the paper"
     if len(dtypes) > 1 or not dtypes <= FLOATS:
         return f"convolution of {', '.join(sorted(map(str, dtypes)))} is not quantised"
@@ -76,14 +72,14 @@ def _refusal(backward: fx.Node, forward: fx.Node | None, groups: Any) -> str | N
         return f"convolution in {dimensions} dimensions"
     if forward is None:
         return "not paired with a forward convolution"
-    sizes = (*_value(x).shape[1:], *_value(grad_output).shape[1:])
+    sizes = (*value_of(x).shape[1:], *value_of(grad_output).shape[1:])
     if not all(isinstance(size, int) for size in sizes):
         return "its spatial sizes are symbolic"
     return None
 
 
 def _convolution(backward: fx.Node) -> Convolution:
-    grad_output, x, weight = map(_value, backward.args[:3])
+    grad_output, x, weight = map(value_of, backward.args[:3])
     transposed = bool(backward.args[7])
     small, big = (x, grad_output) if transposed else (grad_output, x)
     dimensions = x.dim() - 2
@@ -93,15 +89,15 @@ def _convolution(backward: fx.Node) -> Convolution:
         big_size=tuple(big.shape[2:]),
         big_channels=big.shape[1],
         kernel=tuple(weight.shape[2:]),
-        stride=_each(backward.args[4], dimensions),
-        padding=_each(backward.args[5], dimensions),
-        dilation=_each(backward.args[6], dimensions),
+        stride=each_dimension(backward.args[4], dimensions),
+        padding=each_dimension(backward.args[5], dimensions),
+        dilation=each_dimension(backward.args[6], dimensions),
         transposed=transposed,
         rows_last=_channels_last(x),
     )
 
 
-def _each(values: Any, dimensions: int) -> tuple[int, ...]:
+def each_dimension(values: Any, dimensions: int) -> tuple[int, ...]:
     """A setting for each dimension; autograd may give one for all."""
     settings: Sequence[int] = tuple(values)
     return tuple(settings) if len(settings) == dimensions else tuple(settings) * dimensions

@@ -89,17 +89,15 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
             break
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
-    if _channels_last(value, order, run) and scheme is Scheme.INT8:
-        return Layout(tuple(order), outer, 1, run // innermost, innermost, whole=True)
-    if _channels_last(value, order, run) and scheme is Scheme.INT4:
-        group = _group((run // innermost,), scheme)
+    if scheme in (Scheme.INT8, Scheme.INT4) and _channels_last(value, order, run):
+        positions = run // innermost
+        if scheme is Scheme.INT8:
+            return Layout(tuple(order), outer, 1, positions, innermost, whole=True)
+        group = _group((positions,), scheme)
         if group is not None:
-            return Layout(tuple(order), outer, run // innermost // group, group, innermost)
-    if scheme is Scheme.ROWS:
-        lengthwise = order[-1] == value.dim() - 1 and innermost >= _SMALLEST_GROUP
-        group = innermost if lengthwise and outer < len(order) else None
-    else:
-        group = _group((innermost, run), scheme)
+            return Layout(tuple(order), outer, positions // group, group, innermost)
+    across = scheme is Scheme.ROWS and order[-1] != value.dim() - 1
+    group = None if across else _group((innermost, run), scheme)
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
     return Layout(tuple(order), outer, run // group, group)
@@ -122,6 +120,8 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
     if scheme is Scheme.BITS:
         run = lengths[-1]
         return run if run > 0 and run % _MASK_BITS == 0 else None
+    if scheme is Scheme.ROWS:
+        return lengths[0] if lengths[0] >= _SMALLEST_GROUP else None
     for length in lengths:
         for group in range(min(GROUP, length), _SMALLEST_GROUP - 1, -1):
             if length % group == 0 and group % 2 == 0:

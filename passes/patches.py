@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten
-from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD
+from hot_compile.passes.emit import Emitter, channels_first
+from hot_compile.passes.graph import aten, value_of
+from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, each_dimension
 
 log = logging.getLogger("hot_compile")
 
@@ -38,24 +38,22 @@ def patches_as_products(graph: fx.Graph) -> int:
             done += _replace(graph, conv)
         except Exception:  # what was built so far is right, or used by nobody
             log.warning("hot: %s stays a convolution", conv.name, exc_info=True)
-    graph.eliminate_dead_code()
-    graph.lint()
+    if found:
+        graph.eliminate_dead_code()
+        graph.lint()
     return done
-
-
-def _value(node: Any) -> torch.Tensor:
-    return node.meta["val"]
 
 
 def _is_patchwise(conv: fx.Node) -> bool:
     """Every element of x is read exactly once, and nobody wants its gradient."""
     settings: Any = conv.args[3:9]
     stride, padding, dilation, transposed, _, groups = settings
-    (_, *sizes), kernel = _value(conv.args[0]).shape, _value(conv.args[1]).shape[2:]
+    (_, *sizes), kernel = value_of(conv.args[0]).shape, value_of(conv.args[1]).shape[2:]
     if not all(isinstance(n, int) for n in sizes) or transposed or groups != 1:
         return False
-    steps = list(stride) if len(stride) > 1 else list(stride) * len(kernel)
-    if steps != list(kernel) or any(padding) or any(n != 1 for n in dilation):
+    if any(padding) or any(n != 1 for n in dilation):
+        return False
+    if each_dimension(stride, len(kernel)) != tuple(kernel):
         return False
     if any(size % length for size, length in zip(sizes[1:], kernel, strict=True)):
         return False
@@ -69,7 +67,7 @@ def _wants_grad_input(backward: fx.Node) -> bool:
 
 def _pays(conv: fx.Node) -> bool:
     """cuDNN has no fast kernel for so many channels, and a product is as precise as it was."""
-    x = _value(conv.args[0])
+    x = value_of(conv.args[0])
     if x.device.type != "cuda" or x.shape[1] % _ALIGN == 0:
         return False
     if x.dtype is torch.float32:  # cuDNN may use TF32 where products may not
@@ -88,16 +86,16 @@ def _replace(graph: fx.Graph, conv: fx.Node) -> int:
         return 0
     x, weight, bias = conv.args[:3]
     emit = Emitter(graph, conv, conv)
-    batch, kernel = emit.size(x, 0), _value(weight).shape[2:]  # type: ignore[arg-type]
+    batch, kernel = emit.size(x, 0), value_of(weight).shape[2:]  # type: ignore[arg-type]
     rows = _patches(emit, x, batch, kernel)
-    matrix = emit(aten.reshape.default, weight, [_value(weight).shape[0], -1])
+    matrix = emit(aten.reshape.default, weight, [value_of(weight).shape[0], -1])
     columns = emit.permute(matrix, [1, 0])
     if bias is None:
         y = emit(aten.mm.default, rows, columns)
     else:
         y = emit(aten.addmm.default, bias, rows, columns)
     backwards = _backwards(conv)
-    conv.replace_all_uses_with(_as_image(emit, y, batch, _value(conv)))
+    conv.replace_all_uses_with(_as_image(emit, y, batch, value_of(conv)))
     for backward in backwards:
         _replace_backward(graph, backward, rows)
     return 1
@@ -105,7 +103,7 @@ def _replace(graph: fx.Graph, conv: fx.Node) -> int:
 
 def _patches(emit: Emitter, x: Any, batch: Any, kernel: torch.Size) -> fx.Node:
     """[B, C, *size] -> [positions, C * kernel], as the weight's rows lie."""
-    channels, *sizes = _value(x).shape[1:]
+    channels, *sizes = value_of(x).shape[1:]
     pairs = [(size // length, length) for size, length in zip(sizes, kernel, strict=True)]
     x = emit(aten.reshape.default, x, [batch, channels, *(n for pair in pairs for n in pair)])
     places, within = range(2, x.meta["val"].dim(), 2), range(3, x.meta["val"].dim(), 2)
@@ -115,19 +113,15 @@ def _patches(emit: Emitter, x: Any, batch: Any, kernel: torch.Size) -> fx.Node:
 
 def _as_image(emit: Emitter, rows: fx.Node, batch: Any, like: torch.Tensor) -> fx.Node:
     """[positions, O] -> [B, O, *size], laid out as ``like``."""
-    dims = like.dim()
     image = emit(aten.reshape.default, rows, [batch, *like.shape[2:], like.shape[1]])
-    image = emit.permute(image, [0, dims - 1, *range(1, dims - 1)])
-    if image.meta["val"].stride() == like.stride():
-        return image
-    return emit(aten.clone.default, image, memory_format=torch.contiguous_format)
+    return channels_first(emit, image, like)
 
 
 def _replace_backward(graph: fx.Graph, backward: fx.Node, rows: fx.Node) -> None:
     """g_w = g_y^T patches, g_b = the sum of g_y's rows."""
     grad_output, _, weight = backward.args[:3]
     emit = Emitter(graph, backward, backward)
-    shape = list(_value(weight).shape)
+    shape = list(value_of(weight).shape)
     last = emit.permute(grad_output, [0, *range(2, len(shape)), 1])  # type: ignore[arg-type]
     g = emit(aten.reshape.default, last, [-1, shape[0]])
     for part in [user for user in backward.users if user.target is operator.getitem]:

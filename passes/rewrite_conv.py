@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from hot_compile.config import Strategy
+from hot_compile.passes.emit import channels_first
 from hot_compile.passes.graph import aten
 from hot_compile.passes.plan import Decision
 from hot_compile.passes.site import ConvNodes, Convolution, Site
@@ -127,16 +128,7 @@ class _Convolution:
         return self.call(aten.reshape.default, x, [-1, conv.offsets * conv.big_channels])
 
     def _channels_first(self, new: fx.Node, old: fx.Node) -> fx.Node:
-        """[B, *size, C] -> [B, C, *size] in the layout of ``old``, as the graph was traced with."""
-        _, *size, channels = new.meta["val"].shape
-        theirs = old.meta["val"]
-        if all(n == 1 for n in size) and theirs.stride(-1) == 1:
-            return self.call(aten.reshape.default, new, [-1, channels, *size])
-        dims = theirs.dim()
-        new = self.call(aten.permute.default, new, [0, dims - 1, *range(1, dims - 1)])
-        if new.meta["val"].is_contiguous() or not theirs.is_contiguous():
-            return new
-        return self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+        return channels_first(self.call, new, old.meta["val"])
 
     def _geometry(self) -> tuple[Any, ...]:
         conv = self.conv

@@ -9,7 +9,7 @@ from torch import fx
 
 from hot_compile.config import Strategy
 from hot_compile.passes.emit import prims
-from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
+from hot_compile.passes.graph import CASTS, aten, strip
 from hot_compile.passes.plan import Decision
 from hot_compile.passes.site import Site, SiteNodes, hint
 
@@ -83,7 +83,7 @@ def _precedes(grad_output: fx.Node, total: fx.Node) -> bool:
     if grad_output < total:
         return True
     chain, node = [], grad_output
-    while node.target in VIEWS | CASTS and not node < total:
+    while not node < total:  # ends at the base of both at the latest
         chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
     needed = {n for moved in chain for n in moved.all_input_nodes} - set(chain)

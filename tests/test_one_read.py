@@ -62,6 +62,12 @@ class Targets:
         self.plan = plan
 
 
+def recorded(loss, recorder, **options):
+    """One step of ``loss`` that leaves its stages with ``recorder``."""
+    keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
+    step(loss, backend=functools.partial(hot, options={"min_gain": 0, **options}, **keywords))
+
+
 @pytest.mark.parametrize("strategy", ["int4", "hla8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients(strategy, dtype):
@@ -98,10 +104,7 @@ def test_the_bias_gradient_comes_from_the_same_read(dtype):
 
     exact = gradients(model, lambda: loss().backward())
     recorder = Targets()
-    keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
-    options = {"min_gain": 0, "override": {"*": "int8"}}
-    backend = functools.partial(hot, options=options, **keywords)
-    got = gradients(model, lambda: step(loss, backend=backend))
+    got = gradients(model, lambda: recorded(loss, recorder, override={"*": "int8"}))
     # the sum of a gradient that itself is off by what the layers above quantise
     assert min(cosine(got[n], exact[n]) for n in exact if n.endswith("bias")) > 0.998
     for node in recorder.sums:
@@ -131,9 +134,7 @@ def test_the_bias_gradient_is_found_behind_views():
 
     exact = gradients(model, lambda: loss().backward())
     recorder = Targets()
-    keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
-    backend = functools.partial(hot, options={"min_gain": 0}, **keywords)
-    got = gradients(model, lambda: step(loss, backend=backend))
+    got = gradients(model, lambda: recorded(loss, recorder))
     assert min(cosine(got[n], exact[n]) for n in exact) > 0.99
     assert len(recorder.sums) == 2
     assert all(node.args[0].target is operator.getitem for node in recorder.sums)
@@ -174,9 +175,7 @@ def test_two_layers_of_one_gradient_keep_both_their_biases():
 
 def stages(options):
     model, x, recorder = Block(), torch.randn(32, 20, 64), Targets()
-    keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
-    backend = functools.partial(hot, options={"min_gain": 0, **options}, **keywords)
-    step(lambda: model(x).square().mean(), backend=backend)
+    recorded(lambda: model(x).square().mean(), recorder, **options)
     return recorder
 
 
