@@ -104,7 +104,8 @@ class JointPass(CustomGraphPass):
             )
             return
         self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
-        patches_as_products(graph)
+        if context.config.recipe != "exact":
+            patches_as_products(graph)
         context.recorder.graph("joint.after", graph)
 
     def uuid(self) -> Any:

@@ -319,7 +319,7 @@ class _Readers:
         kept = set(range(summed.dim())) - over
         saved = self._restored.meta["val"]
         if over == {summed.dim() - 1} and hint(summed.numel()) == hint(saved.numel()):
-            self.rows = hint(summed.shape[-1]) == hint(saved.shape[-1])
+            self.rows |= hint(summed.shape[-1]) == hint(saved.shape[-1])
         if summed.dim() >= 3 and kept == {_CHANNELS}:
             self.statistics = hint(summed.numel()) // max(1, hint(summed.shape[_CHANNELS]))
 

@@ -101,6 +101,12 @@ def test_an_image_that_wants_a_gradient_stays(pays):
     assert pays == [(0, 2)]
 
 
+def test_recipe_exact_touches_nothing(pays):
+    net, image = Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(2, 3, 16, 16)
+    hot_step(net, image, options={"recipe": "exact"})
+    assert pays == []
+
+
 def test_a_batch_of_any_size(pays):
     net, image = Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(5, 3, 16, 16)
     want = gradients(net, image)
