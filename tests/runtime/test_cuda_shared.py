@@ -193,7 +193,7 @@ def test_more_than_2_to_31_elements():
     g = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
     g.normal_()
     row_q, row_scale, col_q, fold, peak, equal, sums = torch.ops.hot.quantize_shared(g, 0, 1, True)
-    assert (sums[-1] - g[-64:].float().sum(0)).abs().max() < 1e-3
+    assert (sums[-1] - g[-32:].float().sum(0)).abs().max() < 1e-3
     tail = g[-64:].float().cpu() * (2.0**-8 / equal.cpu())
     want, _ = reference_shared.shared_scale_of(tail.abs().amax(1))
     assert torch.equal(row_scale[-64:].cpu(), want)
