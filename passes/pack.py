@@ -42,8 +42,13 @@ class Scheme(str, Enum):
     INT8 = "int8"
     """Symmetric INT8, a bf16 scale per group; in channels-last images per channel."""
     ROWS = "int8_rows"
-    """Symmetric INT8, a bf16 scale per row: what a norm along rows reads. Its absmax is one more
-    reduction of a kernel that goes over the row anyway."""
+    """Symmetric INT8, a bf16 scale per row, in channels-last images per position. Its absmax is
+    one more reduction of a kernel that goes over the row anyway, or all its own."""
+    INT8_MASK = "int8_mask"
+    """As INT8, on a grid of seven bits: the lowest of each byte holds an element of a mask, which
+    so costs neither memory nor a pass of its own."""
+    ROWS_MASK = "int8_rows_mask"
+    """As ROWS, likewise."""
     INT4 = "int4"
     """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
     whoever unpacks makes one load of both."""
@@ -52,6 +57,16 @@ class Scheme(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def plain(self) -> Scheme:
+        """The scheme whose bytes hold no mask."""
+        return {Scheme.INT8_MASK: Scheme.INT8, Scheme.ROWS_MASK: Scheme.ROWS}.get(self, self)
+
+    @property
+    def masked(self) -> Scheme:
+        """The scheme whose bytes hold a mask, too; itself where there is none."""
+        return {Scheme.INT8: Scheme.INT8_MASK, Scheme.ROWS: Scheme.ROWS_MASK}.get(self, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +94,7 @@ class Layout:
 
 def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
     """How ``scheme`` would cut ``value`` (fake), or why it cannot."""
-    sizes, strides = value.shape, value.stride()
+    sizes, strides, scheme = value.shape, value.stride(), scheme.plain
     if any(hint(strides[d]) == 0 and hint(sizes[d]) > 1 for d in range(value.dim())):
         return "expanded: its memory is smaller than it looks"
     order = sorted(range(value.dim()), key=lambda d: (hint(sizes[d]) > 1, -hint(strides[d])))
@@ -89,14 +104,15 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
             break
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
-    if scheme in (Scheme.INT8, Scheme.INT4) and _channels_last(value, order, run):
+    image = _channels_last(value, order, run)
+    if scheme in (Scheme.INT8, Scheme.INT4) and image:
         positions = run // innermost
         if scheme is Scheme.INT8:
             return Layout(tuple(order), outer, 1, positions, innermost, whole=True)
         group = _group((positions,), scheme)
         if group is not None:
             return Layout(tuple(order), outer, positions // group, group, innermost)
-    across = scheme is Scheme.ROWS and order[-1] != value.dim() - 1
+    across = scheme is Scheme.ROWS and order[-1] != value.dim() - 1 and not image
     group = None if across else _group((innermost, run), scheme)
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
@@ -145,8 +161,13 @@ def packed_bytes(value: Tensor, scheme: Scheme) -> int:
     return elements + parameters
 
 
-def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
-    """Nodes that hold ``x`` as ``scheme``: the packed tensor, then its parameters."""
+def pack(
+    emit: Emitter, x: fx.Node, scheme: Scheme, mask: fx.Node | None = None
+) -> tuple[fx.Node, ...]:
+    """Nodes that hold ``x`` as ``scheme``: the packed tensor, then its parameters.
+
+    ``mask``, bool and laid out as ``x`` is, goes into the bytes of a scheme that holds one.
+    """
     if scheme is Scheme.EXACT:
         return (x,)
     layout = layout_of(x.meta["val"], scheme)
@@ -156,20 +177,42 @@ def pack(emit: Emitter, x: fx.Node, scheme: Scheme) -> tuple[fx.Node, ...]:
     if scheme is Scheme.BITS:
         lanes = emit(aten.view.default, memory, [*outer, _MASK_BITS, layout.group // _MASK_BITS])
         return (_pack_bits(emit, lanes),)
-    grouped = emit(aten.view.default, memory, [*outer, layout.groups, layout.group, layout.lanes])
+    cut = [*outer, layout.groups, layout.group, layout.lanes]
+    grouped = emit(aten.view.default, memory, cut)
     if scheme is Scheme.INT4:
         return _pack_int4(emit, grouped)
-    return _pack_int8(emit, grouped, [*range(layout.outer), -3, -2] if layout.whole else [-2])
+    dims = [*range(layout.outer), -3, -2] if layout.whole else [-2]
+    if mask is None:
+        q, scale = _quantize(emit, grouped, dims, steps=127)
+        return emit.cast(q, torch.int8), scale
+    lowest = emit(aten.view.default, emit.permute(mask, layout.order), cut)
+    q, scale = _quantize(emit, grouped, dims, steps=63)
+    lowest = emit.cast(lowest, torch.float32)
+    both = emit(aten.add.Tensor, emit(aten.mul.Tensor, q, 2.0), lowest)
+    return emit.cast(both, torch.int8), scale
 
 
 def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme) -> fx.Node:
     """Node that has ``like``'s shape, dtype and order of strides, from what ``pack`` made."""
     if scheme is Scheme.EXACT:
         return parts[0]
+    flat = emit.cast(_restore(emit, parts, scheme), like.dtype)
+    return _laid_out(emit, flat, parts[0], like, scheme)
+
+
+def unpack_mask(emit: Emitter, packed: fx.Node, like: Tensor, scheme: Scheme) -> fx.Node:
+    """The mask in the bytes that ``pack`` made by ``scheme`` of a tensor like ``like``."""
+    mask = emit.cast(emit(aten.bitwise_and.Scalar, packed, 1), torch.bool)
+    return _laid_out(emit, mask, packed, like, scheme)
+
+
+def _laid_out(
+    emit: Emitter, flat: fx.Node, packed: fx.Node, like: Tensor, scheme: Scheme
+) -> fx.Node:
+    """Groups side by side -> ``like``'s shape and order of strides."""
     layout = layout_of(like, scheme)
     assert isinstance(layout, Layout), layout
-    flat = emit.cast(_restore(emit, parts, scheme), like.dtype)
-    outer = [emit.size(parts[0], dim) for dim in range(layout.outer)]
+    outer = [emit.size(packed, dim) for dim in range(layout.outer)]
     inner = [like.shape[dim] for dim in layout.order[layout.outer :]]
     return emit.permute(emit(aten.view.default, flat, [*outer, *inner]), layout.inverse)
 
@@ -177,20 +220,25 @@ def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Sche
 def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
     if scheme is Scheme.BITS:
         return _unpack_bits(emit, *parts)
-    return _unpack_int4(emit, *parts) if scheme is Scheme.INT4 else _unpack_int8(emit, *parts)
+    if scheme is Scheme.INT4:
+        return _unpack_int4(emit, *parts)
+    q, scale = parts
+    if scheme is not scheme.plain:
+        wide = emit.cast(q, torch.int32)
+        q = emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
+    return emit(aten.mul.Tensor, emit.cast(q, torch.float32), emit.cast(scale, torch.float32))
 
 
-def _pack_int8(emit: Emitter, x: fx.Node, dims: list[int]) -> tuple[fx.Node, ...]:
+def _quantize(emit: Emitter, x: fx.Node, dims: list[int], steps: int) -> tuple[fx.Node, fx.Node]:
+    """(whole numbers of ``-steps`` to ``steps`` in fp32, bf16 scale), a scale over ``dims``."""
     values = emit.cast(x, torch.float32)
     absmax = emit(aten.amax.default, emit(aten.abs.default, values), dims, True)
-    scale = _as_float(emit, _scale_word(emit, absmax, steps=127))
-    q = emit(aten.round.default, emit(aten.mul.Tensor, values, _reciprocal(emit, scale)))
-    return emit.cast(q, torch.int8), emit.cast(scale, torch.bfloat16)
-
-
-def _unpack_int8(emit: Emitter, q: fx.Node, scale: fx.Node) -> fx.Node:
-    wide = emit.cast(scale, torch.float32)
-    return emit(aten.mul.Tensor, emit.cast(q, torch.float32), wide)
+    scale = _as_float(emit, _scale_word(emit, absmax, steps))
+    reciprocal = _reciprocal(emit, scale)
+    if len(dims) > 1:
+        reciprocal = _in_memory(emit, reciprocal)
+    q = emit(aten.round.default, emit(aten.mul.Tensor, values, reciprocal))
+    return q, emit.cast(scale, torch.bfloat16)
 
 
 def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
@@ -251,6 +299,13 @@ def _constant(emit: Emitter, value: int, like: fx.Node) -> fx.Node:
     return emit(
         aten.full.default, [], value, dtype=fake.dtype, device=fake.device, pin_memory=False
     )
+
+
+def _in_memory(emit: Emitter, value: fx.Node) -> fx.Node:
+    """``value`` from memory: Inductor would else work it out again for every element it scales,
+    where it comes from another kernel than the one that scales."""
+    fake = value.meta["val"]
+    return emit(aten.as_strided.default, value, list(fake.shape), list(fake.stride()))
 
 
 def _as_int(emit: Emitter, value: fx.Node) -> fx.Node:

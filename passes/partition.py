@@ -16,8 +16,8 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from hot_compile.passes.emit import Emitter, refresh
 from hot_compile.passes.graph import VIEWS, aten, returned, strip
 from hot_compile.passes.layouts import in_memory
-from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, unpack
-from hot_compile.passes.tolerance import Crosser
+from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, unpack, unpack_mask
+from hot_compile.passes.tolerance import Crosser, Mask
 
 
 def store(
@@ -28,12 +28,14 @@ def store(
     Returns for each of them what the forward keeps in its place.
     """
     edit = _Edit(forward, backward, num_fwd_outputs)
+    carried = {c.own_mask for c, scheme in chosen.items() if scheme is not scheme.plain}
     stored: dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]] = {}
     for crosser, scheme in chosen.items():
         if scheme is Scheme.EXACT:
             continue
         for mask in crosser.masks:
-            edit.keep_mask(mask, beside=crosser)
+            if mask not in carried:
+                edit.keep_mask(mask, beside=crosser)
         stored[crosser] = scheme, edit.replace(crosser, scheme)
     edit.finish()
     return stored
@@ -49,8 +51,7 @@ class _Edit:
         saved = returned(forward)[num_fwd_outputs:]
         self._slots: list[list[Any]] = [[value] for value in saved]
         self._slot_of = dict(zip(saved, self._slots, strict=True))
-        self._by_name = {node.name: node for node in forward.nodes}
-        self._masks: set[fx.Node] = set()
+        self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
 
     def replace(self, crosser: Crosser, scheme: Scheme) -> tuple[fx.Node, ...]:
@@ -58,41 +59,51 @@ class _Edit:
         slot, arriving = self._slot_of[crosser.saved], crosser.restored
         slot.remove(crosser.saved)
         if arriving.users:
-            slot += self._store(crosser.saved, arriving, arriving, scheme)
+            mask = None if scheme is scheme.plain else crosser.own_mask
+            slot += self._store(crosser.saved, arriving, arriving, scheme, mask)
         self._backward.erase_node(arriving)
         return tuple(slot)
 
-    def keep_mask(self, mask: fx.Node, beside: Crosser) -> None:
-        """Make the backward's comparison ``mask`` in the forward instead, and save its bits."""
+    def keep_mask(self, mask: Mask, beside: Crosser) -> None:
+        """Make the backward's comparison in the forward instead, and save its bits."""
         if mask in self._masks:
             return  # another tensor it is recomputed from was stored before
-        compared, *others = mask.args
-        known = self._by_name.get(compared.name) if isinstance(compared, fx.Node) else None
-        if known is None or any(isinstance(arg, fx.Node) for arg in others):
-            return  # made of what only the backward has
         self._masks.add(mask)
-        emit = Emitter(self._forward, _after_last_use(known), known)
-        made = emit(mask.target, _in_order(emit, known), *others)
+        compared = mask.compared
+        made = _make(mask, Emitter(self._forward, _after_last_use(compared), compared))
         bits = isinstance(layout_of(made.meta["val"], Scheme.BITS), Layout)
         scheme = Scheme.BITS if bits else Scheme.EXACT
-        self._slot_of[beside.saved] += self._store(made, mask, beside.restored, scheme)
-        self._backward.erase_node(mask)
+        self._slot_of[beside.saved] += self._store(made, mask.node, beside.restored, scheme)
+        self._backward.erase_node(mask.node)
 
     def _store(
-        self, saved: fx.Node, wanted: fx.Node, beside: fx.Node, scheme: Scheme
+        self,
+        saved: fx.Node,
+        wanted: fx.Node,
+        beside: fx.Node,
+        scheme: Scheme,
+        mask: Mask | None = None,
     ) -> tuple[fx.Node, ...]:
         """Pack ``saved`` in the forward and give the users of the backward's ``wanted`` its value.
 
-        New placeholders go before ``beside``. Returns what the forward must return.
+        The users of ``mask``'s comparison get what the same bytes hold of it. New placeholders go
+        before ``beside``. Returns what the forward must return.
         """
-        emit = Emitter(self._forward, _after_last_use(saved), saved)
+        place = _after_last_use(saved)
+        place = place if mask is None else max(place, mask.compared.next)
+        emit = Emitter(self._forward, place, saved)
         stored = _in_order(emit, saved)
-        parts = pack(emit, stored, scheme)
+        parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit))
         arriving = tuple(self._placeholder(part, beside) for part in parts)
         emit = Emitter(self._backward, min(wanted.users), wanted)
         value = unpack(emit, arriving, stored.meta["val"], scheme)
         wanted.replace_all_uses_with(value)
         self._restored.append(value)
+        if mask is not None:
+            outcome = unpack_mask(emit, arriving[0], stored.meta["val"], scheme)
+            mask.node.replace_all_uses_with(outcome)
+            self._backward.erase_node(mask.node)
+            self._restored.append(outcome)
         return parts
 
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
@@ -118,6 +129,11 @@ class _Edit:
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+
+def _make(mask: Mask, emit: Emitter) -> fx.Node:
+    """``mask``'s comparison, in the forward."""
+    return emit(mask.node.target, _in_order(emit, mask.compared), *mask.node.args[1:])
 
 
 def _in_order(emit: Emitter, node: fx.Node) -> fx.Node:

@@ -34,7 +34,8 @@ def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, S
         return {}
     ladders = {c: _ladder(c, config) for c in found}
     if config.memory_budget is None:
-        return {c: _without_budget(c, ladder) for c, ladder in ladders.items() if len(ladder) > 1}
+        smallest = {c: _without_budget(c, ladder) for c, ladder in ladders.items()}
+        return {c: _with_mask(c, scheme) for c, scheme in smallest.items() if len(ladders[c]) > 1}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
     held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
     chosen: dict[Crosser, Scheme] = {}
@@ -43,7 +44,7 @@ def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, S
             break
         chosen[crosser] = scheme
         held -= saved
-    return chosen
+    return {c: _with_mask(c, scheme) for c, scheme in chosen.items()}
 
 
 def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
@@ -60,6 +61,11 @@ def _without_budget(crosser: Crosser, ladder: tuple[Scheme, ...]) -> Scheme:
         return Scheme.ROWS
     image = ladder[-1] is Scheme.INT4 and by_channel(in_memory(crosser.saved))
     return Scheme.INT8 if image else ladder[-1]
+
+
+def _with_mask(crosser: Crosser, scheme: Scheme) -> Scheme:
+    """A mask in a tensor's own bytes saves a pass that makes bits of it, at a bit of its own."""
+    return scheme if crosser.own_mask is None else scheme.masked
 
 
 def _in_bytes(budget: float, exact: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +25,7 @@ from hot_compile.passes.graph import (
 )
 from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.match import GraphInputs
-from hot_compile.passes.pack import Layout, Scheme, layout_of
+from hot_compile.passes.pack import Layout, Scheme, by_channel, layout_of
 from hot_compile.passes.site import bytes_of, hint
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -84,6 +83,16 @@ _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 
 
 @dataclasses.dataclass(frozen=True)
+class Mask:
+    """A comparison the backward makes on a value that it recomputes from a saved tensor."""
+
+    node: fx.Node
+    """In the backward."""
+    compared: fx.Node
+    """In the forward: the value, before anything was rounded."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Crosser:
     """A tensor the forward saves, and how coarsely it may be stored."""
 
@@ -96,9 +105,10 @@ class Crosser:
     reason: str = ""
     feeds_product: bool = False
     """A layer's product reads it as it is: the x of the paper's ABC."""
-    masks: tuple[fx.Node, ...] = ()
-    """Comparisons the backward makes on values recomputed from it: their outcome is worth its own
-    bits, since a rounded value may fall on the other side."""
+    masks: tuple[Mask, ...] = ()
+    """Their outcome is worth its own bits: a rounded value may fall on the other side."""
+    own_mask: Mask | None = None
+    """One of them, laid out as it is, that no other tensor has as its own."""
 
     @property
     def name(self) -> str:
@@ -131,6 +141,7 @@ def crossers(
     arriving = {n.name: n for n in backward.nodes if n.op == "placeholder"}
     gradients = closure(n for n in arriving.values() if is_tangent(n))
     activations = _activations(forward, inputs)
+    known = {node.name: node for node in forward.nodes}
     found = []
     for node in dict.fromkeys(outputs[num_fwd_outputs:]):
         if not isinstance(node, fx.Node) or node.name not in arriving or not _is_ours(node):
@@ -139,10 +150,10 @@ def crossers(
             continue
         restored = arriving[node.name]
         if node in activations:
-            found.append(_judge(node, restored, gradients, smallest))
+            found.append(_judge(node, restored, gradients, smallest, known))
         else:
             found.append(Crosser(node, restored, (Scheme.EXACT,), "made of parameters only"))
-    return _whole_storages(found)
+    return _own_masks(_whole_storages(found))
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
@@ -163,7 +174,14 @@ def _base(node: fx.Node) -> fx.Node:
     return strip(node, VIEWS)
 
 
-def _judge(saved: fx.Node, restored: fx.Node, gradients: set[fx.Node], smallest: int) -> Crosser:
+def _judge(
+    saved: fx.Node,
+    restored: fx.Node,
+    gradients: set[fx.Node],
+    smallest: int,
+    known: dict[str, fx.Node],
+) -> Crosser:
+    """``known``: the forward's nodes by name."""
     value = saved.meta["val"]
     exact = (Scheme.EXACT,)
     if bytes_of(value) < smallest:
@@ -179,14 +197,51 @@ def _judge(saved: fx.Node, restored: fx.Node, gradients: set[fx.Node], smallest:
     readers = _Readers(restored, gradients)
     if readers.refusal:
         return Crosser(saved, restored, exact, readers.refusal)
-    along_rows = readers.rows and not readers.attention
     lie_so = isinstance(layout_of(in_memory(saved), Scheme.ROWS), Layout)
-    eight = Scheme.ROWS if along_rows and lie_so else Scheme.INT8
+    along_rows = lie_so and not readers.attention and (readers.rows or _by_position(saved))
+    eight = Scheme.ROWS if along_rows else Scheme.INT8
     schemes: tuple[Scheme, ...] = (Scheme.EXACT, eight)
     if not readers.attention and not 0 < readers.statistics < _FEW:
         schemes += (Scheme.INT4,)
-    product, masks = readers.product, tuple(readers.masks)
-    return _fitting(Crosser(saved, restored, schemes, "", product, masks))
+    masks = tuple(filter(None, (_in_forward(mask, known) for mask in readers.masks)))
+    return _fitting(Crosser(saved, restored, schemes, "", readers.product, masks))
+
+
+def _in_forward(mask: fx.Node, known: dict[str, fx.Node]) -> Mask | None:
+    """``mask`` with what it compares in the forward; None if only the backward has that."""
+    compared, *others = mask.args
+    there = known.get(compared.name) if isinstance(compared, fx.Node) else None
+    if there is None or any(isinstance(arg, fx.Node) for arg in others):
+        return None
+    return Mask(mask, there)
+
+
+def _own_masks(found: list[Crosser]) -> list[Crosser]:
+    """Give each mask to the last tensor made of those it is recomputed from, if laid out alike."""
+    owned: dict[fx.Node, Mask] = {}
+    free = {mask.node for crosser in found for mask in crosser.masks}
+    for crosser in sorted(found, key=lambda c: c.saved, reverse=True):
+        wanted_for_more = set(crosser.restored.users)
+        for mask in sorted(crosser.masks, key=lambda m: m.compared):
+            alike = _same_places(in_memory(mask.compared), in_memory(crosser.saved))
+            if mask.node in free and alike and wanted_for_more != {mask.node}:
+                owned[crosser.saved] = mask
+                free.discard(mask.node)
+                break
+    return [dataclasses.replace(c, own_mask=owned.get(c.saved)) for c in found]
+
+
+def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride()
+
+
+def _by_position(saved: fx.Node) -> bool:
+    """An image whose channels nothing sums over: a scale for each would take a pass of its own."""
+    if not by_channel(in_memory(saved)):
+        return False
+    readers = {saved, *(user for user in saved.users if user.target in CASTS)}
+    sums = (user for node in readers for user in node.users if user.target in _REDUCTIONS)
+    return not any(_kept_dims(reduction) == {_CHANNELS} for reduction in sums)
 
 
 def is_packed(node: fx.Node) -> bool:
@@ -314,11 +369,9 @@ class _Readers:
     def _note_statistics(self, reduction: fx.Node) -> None:
         """Remember sums with the gradient over everything but the channels: a batch norm's; and
         over the innermost dimension: a layer norm's."""
-        summed, dims = reduction.args[0].meta["val"], reduction.args[1:2]  # type: ignore[union-attr]
-        over = {d % summed.dim() for d in _numbers(dims)}
-        kept = set(range(summed.dim())) - over
+        summed, kept = reduction.args[0].meta["val"], _kept_dims(reduction)  # type: ignore[union-attr]
         saved = self._restored.meta["val"]
-        if over == {summed.dim() - 1} and hint(summed.numel()) == hint(saved.numel()):
+        if kept == set(range(summed.dim() - 1)) and hint(summed.numel()) == hint(saved.numel()):
             self.rows |= hint(summed.shape[-1]) == hint(saved.shape[-1])
         if summed.dim() >= 3 and kept == {_CHANNELS}:
             self.statistics = hint(summed.numel()) // max(1, hint(summed.shape[_CHANNELS]))
@@ -341,10 +394,12 @@ class _Readers:
         return f"attention's {', '.join(sorted(names - _ATTENTION_OPERANDS))}"
 
 
-def _numbers(dims: tuple[Any, ...]) -> list[int]:
-    """A reduction's dimensions, however they were given."""
-    given = dims[0] if dims else ()
-    return list(given) if isinstance(given, (list, tuple)) else []
+def _kept_dims(reduction: fx.Node) -> set[int]:
+    """Dimensions of its operand that ``reduction`` does not go over."""
+    count = reduction.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    given = reduction.args[1] if len(reduction.args) > 1 else ()
+    over = given if isinstance(given, (list, tuple)) else ()
+    return set(range(count)) - {dim % count for dim in over}  # type: ignore[operator]
 
 
 def _makes_bool(node: fx.Node) -> bool:

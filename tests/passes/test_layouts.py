@@ -66,8 +66,8 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
         assert layouts.in_memory(node).shape[1] == CHANNELS
     by_name = {c.name: c for c in graph.crossing}
     values = BATCH * CHANNELS * SIZE**2
-    assert by_name["convolution"].scheme == "int8"
-    assert by_name["convolution"].bytes == values + CHANNELS * 2 + values // 8  # scales and mask
+    assert by_name["convolution"].scheme == "int8_mask"
+    assert by_name["convolution"].bytes == values + CHANNELS * 2  # the scales
 
 
 def test_strides_are_kept_where_inductor_keeps_them(monkeypatch, step):

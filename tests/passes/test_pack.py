@@ -16,25 +16,36 @@ from hot_compile.passes.pack import (
     pack,
     packed_bytes,
     unpack,
+    unpack_mask,
 )
 
 
 def round_trip(x, scheme, compiled=False):
     """(packed parts, restored x): what the forward would save, what the backward would see."""
+    return masked_round_trip(x, None, scheme, compiled)[:2]
+
+
+def masked_round_trip(x, mask, scheme, compiled=False):
+    """The same, with ``mask`` in the same bytes and the restored mask behind it."""
     graph, value = fx.Graph(), FakeTensorMode().from_tensor(x)
     given_x = graph.placeholder("x")
     given_x.meta["val"] = value
     output = graph.output(())
-    emit = Emitter(graph, output, given_x)
-    parts = pack(emit, given_x, scheme)
+    emit, given_mask = Emitter(graph, output, given_x), None
+    if mask is not None:
+        with graph.inserting_before(output):
+            given_mask = graph.placeholder("mask")
+        given_mask.meta["val"] = value.fake_mode.from_tensor(mask)
+    parts = pack(emit, given_x, scheme, given_mask)
     restored = unpack(emit, parts, value, scheme)
-    output.args = ((*parts, restored),)
+    outcome = restored if mask is None else unpack_mask(emit, parts[0], value, scheme)
+    output.args = ((*parts, restored, outcome),)
     module = fx.GraphModule({}, graph)
     run = torch.compile(module, dynamic=False) if compiled else module
-    *stored, y = run(x)
+    *stored, y, outcome = run(x) if mask is None else run(x, mask)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert sum(part.nbytes for part in stored) == packed_bytes(value, scheme)
-    return stored, y
+    return stored, y, outcome
 
 
 def groups_of(x, scheme):
@@ -190,3 +201,43 @@ def test_int8_of_an_image_has_one_scale_a_channel():
     assert not by_channel(image.contiguous())
     stored, _ = round_trip(image, Scheme.INT8)
     assert stored[1].numel() == 16
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.ROWS])
+@pytest.mark.parametrize("size", [1, 7, 15])
+def test_a_mask_rides_in_the_lowest_bit(scheme, dtype, size, compiled):
+    spread = torch.rand(40, 1, 1) * 3
+    x = (torch.randn(3, 40, size, size) * spread).to(dtype)
+    x = x.to(memory_format=torch.channels_last)
+    x[0, 0] = -x.abs().amax()  # the grid's last step down, whose byte is the smallest
+    mask = torch.rand_like(x, dtype=torch.float32) > 0.5
+    stored, y, outcome = masked_round_trip(x, mask, scheme.masked, compiled)
+    assert torch.equal(outcome, mask)
+    assert [part.shape for part in stored] == [part.shape for part in round_trip(x, scheme)[0]]
+    over = (1,) if scheme is Scheme.ROWS else (0, 2, 3)
+    step = x.abs().float().amax(over, keepdim=True) / 63 * (1 + 2**-7)
+    error = (y.float() - x.float()).abs()
+    assert (error <= step / 2 * 1.001 + x.abs().float() * 2**-8 + 1e-12).all()
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.ROWS])
+def test_masks_beside_nan_and_infinity(scheme):
+    """Their channel or position is NaN; the others' masks are what they were."""
+    x = images(2, 32, 4)
+    x[0, 3, 1, 1], x[1, 5, 2, 2] = torch.nan, torch.inf
+    mask = x > 0
+    _, y, outcome = masked_round_trip(x, mask, scheme.masked)
+    lost = y.isnan()
+    assert lost[0, 3, 1, 1]
+    assert lost[1, 5, 2, 2]
+    assert not lost.all()
+    assert torch.equal(outcome[~lost], mask[~lost])
+
+
+def test_every_scheme_knows_its_twin_with_a_mask():
+    for scheme in Scheme:
+        assert scheme.masked.plain is scheme.plain
+    assert Scheme.INT4.masked is Scheme.INT4
+    assert Scheme.INT8.masked is not Scheme.INT8

@@ -205,7 +205,7 @@ def normed(batch, layout, **options):
     return schemes(kept, "0")
 
 
-@pytest.mark.parametrize(("batch", "scheme"), [(31, "int8"), (32, "int4")])
+@pytest.mark.parametrize(("batch", "scheme"), [(31, "int8_mask"), (32, "int4")])
 def test_batch_norms_over_few_elements_get_8_bits(batch, scheme):
     """31 samples are too few for the errors of INT4 to average out, 32 are not."""
     assert normed(batch, torch.contiguous_format) == {scheme}
@@ -213,8 +213,65 @@ def test_batch_norms_over_few_elements_get_8_bits(batch, scheme):
 
 
 def test_channels_last_images_get_8_bits_unless_a_budget_asks_for_fewer():
-    assert normed(32, torch.channels_last) == {"int8"}
-    assert normed(32, torch.channels_last, memory_budget=0.9) == {"int8"}
+    assert normed(32, torch.channels_last) == {"int8_mask"}
+    assert normed(32, torch.channels_last, memory_budget=0.9) == {"int8_mask"}
+
+
+class Residual(nn.Module):
+    """Two branches and what came before, each ReLU's input shifted by an element's own amount."""
+
+    def __init__(self, channels_last):
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Conv2d(c, 32, 3, padding=1, bias=False) for c in (3, 32, 32)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32) for _ in range(3))
+        self.shifts = nn.ParameterList(torch.randn(4, 32, 8, 8) for _ in range(3))
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.to(memory_format=self.format)
+
+    def forward(self, x):
+        a = (self.norms[0](self.first(x)) + self.shifts[0]).relu()
+        b = (self.norms[1](self.second(a)) + self.shifts[1] + a).relu()
+        return a, b, (self.norms[2](self.third(b)) + self.shifts[2] + b).relu()
+
+
+@pytest.mark.parametrize(
+    ("channels_last", "expected"),
+    [
+        (True, {"int8", "int8_mask", "int8_rows_mask", "bits"}),
+        (False, {"int8", "int8_mask", "int4", "bits"}),
+    ],
+)
+def test_masks_in_the_bytes_of_images_are_exact(channels_last, expected):
+    """A ReLU's shift has no gradient exactly where its sum was not positive."""
+    torch.manual_seed(0)
+    net, weight = Residual(channels_last), torch.randn(4, 32, 8, 8)
+    x = torch.randn(4, 3, 8, 8).contiguous(memory_format=net.format)
+    passed = [y > 0 for y in net(x)]
+    with torch._inductor.config.patch(layout_optimization=False):
+        kept = crossing(lambda x: (net(x)[-1] * weight).sum(), x, exclude="*")
+    for shift, alive in zip(net.shifts, passed, strict=True):
+        assert torch.equal(shift.grad != 0, alive)
+    assert torch.equal(net.shifts[2].grad, weight * passed[2])
+    images = [c for c in kept if c.shape == ("4", "32", "8", "8")]
+    assert {c.scheme for c in images} == expected
+    rides = [c for c in images if "mask" in c.scheme]
+    assert all(c.bytes < c.bytes_before / 4 + 600 for c in rides)  # a byte each, and scales
+
+
+def test_images_that_nothing_sums_by_channel_get_a_scale_a_position():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 64, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+    head = nn.Conv2d(64, 8, 1, bias=False)
+    nn.Sequential(net, head).to(memory_format=torch.channels_last)
+    x = torch.randn(32, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+    net.requires_grad_(False)  # so that only what head reads is kept
+    with torch._inductor.config.patch(layout_optimization=False):
+        kept = crossing(lambda x: head(net(x)).square().mean(), x, exclude="*")
+    (image,) = (c for c in kept if c.shape == ("32", "64", "16", "16"))
+    assert image.scheme == "int8_rows"
+    assert image.bytes == 32 * 64 * 16 * 16 + 32 * 16 * 16 * 2
 
 
 def test_a_batch_of_any_size_has_one_scale_a_channel():
@@ -227,7 +284,7 @@ def test_a_batch_of_any_size_has_one_scale_a_channel():
     net.zero_grad()
     torch._dynamo.mark_dynamic(x, 0)
     kept = crossing(lambda x: net(x).square().mean(), x)
-    assert schemes(kept, "0") == {"int8"}
+    assert schemes(kept, "0") == {"int8_mask"}
     assert cosine(net[0].weight.grad, want) > 0.99
 
 
