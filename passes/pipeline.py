@@ -27,6 +27,7 @@ from hot_compile.passes.partition import store
 from hot_compile.passes.patches import patches_as_products
 from hot_compile.passes.plan import Plan, Pricing, plan
 from hot_compile.passes.plan_memory import plan_storage
+from hot_compile.passes.pools import gather_pool_gradients
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.shorten import shorten
@@ -73,7 +74,8 @@ def sources_hash() -> str:
 class JointPass(CustomGraphPass):
     """match -> plan -> rewrite on the joint graph, after whatever pass the user had there.
 
-    Then what stays exact and has a faster form that is as exact (``patches_as_products``).
+    Then what stays exact and has a faster form that is as exact (``patches_as_products``,
+    ``gather_pool_gradients``).
     """
 
     def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
@@ -106,6 +108,7 @@ class JointPass(CustomGraphPass):
         self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
         if context.config.recipe != "exact":
             patches_as_products(graph)
+            gather_pool_gradients(graph)
         context.recorder.graph("joint.after", graph)
 
     def uuid(self) -> Any:

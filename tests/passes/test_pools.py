@@ -1,0 +1,109 @@
+"""Max pools' gradients gathered by plain operators: the same numbers, whatever the windows."""
+
+import pytest
+import torch
+from torch import nn
+
+from hot_compile.passes import pools
+from hot_compile.testing import hot_step
+
+OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact
+
+
+@pytest.fixture
+def rewritten(monkeypatch):
+    """As if on a GPU; how many pools of each graph were rewritten."""
+    counts = []
+    original = pools.gather_pool_gradients
+
+    def spy(graph):
+        counts.append(original(graph))
+        return counts[-1]
+
+    monkeypatch.setattr(pools, "_pays", lambda offsets: True)
+    monkeypatch.setattr("hot_compile.passes.pipeline.gather_pool_gradients", spy)
+    return counts
+
+
+class Pooled(nn.Module):
+    """A convolution, a pool and a weighted sum, so that every window's gradient differs."""
+
+    def __init__(self, pool, channels_last=False):
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 8, 3, padding=1), pool
+        self.scale, self.channels_last = nn.Parameter(torch.rand(8, 1, 1)), channels_last
+
+    def forward(self, image):
+        if self.channels_last:
+            image = image.to(memory_format=torch.channels_last)
+        y = self.pool(self.conv(image)) * self.scale
+        return (y.sin() * torch.linspace(0, 1, y.shape[-1], device=y.device)).sum()
+
+
+def check(net, image):
+    net(image).backward()
+    want = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    hot_step(net, image, options=OPTIONS)
+    for p, expected in zip(net.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-5)  # fp32 sums
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("window", "size"),
+    [
+        ((3, 2, 1), (8, 12)),
+        ((2, 2), (6, 10)),
+        ((3, 3, 1), (9, 12)),
+        ((5, 2, 2), (8, 8)),
+        ((4, 2, 1), (8, 8)),
+        (((3, 2), (2, 1), (1, 0)), (8, 7)),  # columns: 6 windows over 7 places
+        ((3, 1, 1), (5, 7)),
+    ],
+)
+def test_gradients_are_those_of_the_pool(rewritten, window, size, channels_last):
+    torch.manual_seed(0)
+    check(Pooled(nn.MaxPool2d(*window), channels_last), torch.randn(3, 3, *size))
+    assert rewritten == [0 if size == (8, 7) else 1]
+
+
+def test_ties_go_where_the_forward_sent_them(rewritten):
+    """Zeros behind a ReLU: every window has several maxima."""
+    torch.manual_seed(0)
+    check(Pooled(nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 2, 1))), torch.randn(2, 3, 8, 8))
+    assert rewritten == [1]
+
+
+@pytest.mark.parametrize(
+    ("pool", "size"),
+    [
+        (nn.MaxPool2d(3, 2, 1), 9),  # the last stride is cut off
+        (nn.MaxPool2d(3, 2, 1, dilation=2), 16),
+        (nn.MaxPool2d(2, 2, ceil_mode=True), 7),
+        (nn.AvgPool2d(2), 8),
+    ],
+)
+def test_others_stay(rewritten, pool, size):
+    torch.manual_seed(0)
+    check(Pooled(pool), torch.randn(2, 3, size, size))
+    assert rewritten == [0]
+
+
+def test_a_batch_of_any_size(rewritten):
+    torch.manual_seed(0)
+    image = torch.randn(5, 3, 8, 8)
+    torch._dynamo.mark_dynamic(image, 0)
+    check(Pooled(nn.MaxPool2d(3, 2, 1)), image)
+    assert rewritten == [1]
+
+
+def test_a_failure_leaves_the_pool(monkeypatch, caplog):
+    def fail(*args):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(pools, "_pays", lambda offsets: True)
+    monkeypatch.setattr(pools, "_gather", fail)
+    torch.manual_seed(0)
+    check(Pooled(nn.MaxPool2d(3, 2, 1)), torch.randn(2, 3, 8, 8))
+    assert "stays as it is" in caplog.text
