@@ -17,13 +17,11 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter, channels_first
+from hot_compile.passes.first_conv import backwards_of, suits_cudnn, wants_grad_input
 from hot_compile.passes.graph import aten, value_of
-from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, each_dimension
+from hot_compile.passes.match_conv import each_dimension
 
 log = logging.getLogger("hot_compile")
-
-_ALIGN = 8
-"""cuDNN's fast kernels take channels in multiples of this."""
 
 
 def patches_as_products(graph: fx.Graph) -> int:
@@ -57,28 +55,17 @@ def _is_patchwise(conv: fx.Node) -> bool:
         return False
     if any(size % length for size, length in zip(sizes[1:], kernel, strict=True)):
         return False
-    return not any(_wants_grad_input(backward) for backward in _backwards(conv))
-
-
-def _wants_grad_input(backward: fx.Node) -> bool:
-    mask: Any = backward.args[10]
-    return bool(mask[0])
+    return not any(wants_grad_input(backward) for backward in backwards_of(conv))
 
 
 def _pays(conv: fx.Node) -> bool:
     """cuDNN has no fast kernel for so many channels, and a product is as precise as it was."""
     x = value_of(conv.args[0])
-    if x.device.type != "cuda" or x.shape[1] % _ALIGN == 0:
+    if x.device.type != "cuda" or suits_cudnn(x.shape[1]):
         return False
     if x.dtype is torch.float32:  # cuDNN may use TF32 where products may not
         return torch.get_float32_matmul_precision() != "highest"
     return x.dtype in (torch.bfloat16, torch.float16)
-
-
-def _backwards(conv: fx.Node) -> list[fx.Node]:
-    x, weight = conv.args[:2]
-    assert isinstance(x, fx.Node)
-    return [u for u in x.users if u.target is CONVOLUTION_BACKWARD and u.args[1:3] == (x, weight)]
 
 
 def _replace(graph: fx.Graph, conv: fx.Node) -> int:
@@ -94,7 +81,7 @@ def _replace(graph: fx.Graph, conv: fx.Node) -> int:
         y = emit(aten.mm.default, rows, columns)
     else:
         y = emit(aten.addmm.default, bias, rows, columns)
-    backwards = _backwards(conv)
+    backwards = backwards_of(conv)
     conv.replace_all_uses_with(_as_image(emit, y, batch, value_of(conv)))
     for backward in backwards:
         _replace_backward(graph, backward, rows)

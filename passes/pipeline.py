@@ -31,6 +31,7 @@ from hot_compile.passes.pools import gather_pool_gradients
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.shorten import shorten
+from hot_compile.passes.stems import stems_over_blocks
 from hot_compile.passes.tolerance import crossers
 
 log = logging.getLogger("hot_compile")
@@ -75,7 +76,7 @@ class JointPass(CustomGraphPass):
     """match -> plan -> rewrite on the joint graph, after whatever pass the user had there.
 
     Then what stays exact and has a faster form that is as exact (``patches_as_products``,
-    ``gather_pool_gradients``).
+    ``stems_over_blocks``, ``gather_pool_gradients``).
     """
 
     def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
@@ -108,6 +109,7 @@ class JointPass(CustomGraphPass):
         self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
         if context.config.recipe != "exact":
             patches_as_products(graph)
+            stems_over_blocks(graph)
             gather_pool_gradients(graph)
         context.recorder.graph("joint.after", graph)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from hot_compile.passes import patches
 from hot_compile.passes.graph import aten
+from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD
 from hot_compile.testing import hot_step
 
 OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact
@@ -27,7 +28,7 @@ class Embedding(nn.Module):
 
 
 def convolutions(graphs):
-    wanted = (aten.convolution.default, patches.CONVOLUTION_BACKWARD)
+    wanted = (aten.convolution.default, CONVOLUTION_BACKWARD)
     return sum(n.target in wanted for graph in graphs for n in graph.nodes)
 
 
