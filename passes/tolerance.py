@@ -236,12 +236,22 @@ def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _by_position(saved: fx.Node) -> bool:
-    """An image whose channels nothing sums over: a scale for each would take a pass of its own."""
-    if not by_channel(in_memory(saved)):
+    """An image whose channels nothing sums over: a scale for each would take a pass of its own.
+
+    Channels in powers of two only: so long are the rows that Triton's kernels work on.
+    """
+    image = in_memory(saved)
+    if not by_channel(image) or image.shape[1].bit_count() != 1:
         return False
-    readers = {saved, *(user for user in saved.users if user.target in CASTS)}
-    sums = (user for node in readers for user in node.users if user.target in _REDUCTIONS)
-    return not any(_kept_dims(reduction) == {_CHANNELS} for reduction in sums)
+    stack, copies = [saved], {saved}
+    while stack:
+        for user in stack.pop().users:
+            if user.target in _REDUCTIONS and _kept_dims(user) == {_CHANNELS}:
+                return False
+            if user.target in CASTS | {aten.clone.default} and user not in copies:
+                copies.add(user)
+                stack.append(user)
+    return True
 
 
 def is_packed(node: fx.Node) -> bool:
