@@ -236,12 +236,8 @@ def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _by_position(saved: fx.Node) -> bool:
-    """An image whose channels nothing sums over: a scale for each would take a pass of its own.
-
-    Channels in powers of two only: so long are the rows that Triton's kernels work on.
-    """
-    image = in_memory(saved)
-    if not by_channel(image) or image.shape[1].bit_count() != 1:
+    """An image whose channels nothing sums over: a scale for each would take a pass of its own."""
+    if not by_channel(in_memory(saved)):
         return False
     stack, copies = [saved], {saved}
     while stack:
