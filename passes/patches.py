@@ -8,7 +8,6 @@ product a tenth of it. Values differ by rounding alone: the same terms are added
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from typing import Any
@@ -17,11 +16,10 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter, channels_first
+from hot_compile.passes.exact_forms import each, replace_each
 from hot_compile.passes.first_conv import backwards_of, suits_cudnn, wants_grad_input
 from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.match_conv import each_dimension
-
-log = logging.getLogger("hot_compile")
 
 
 def patches_as_products(graph: fx.Graph) -> int:
@@ -29,17 +27,7 @@ def patches_as_products(graph: fx.Graph) -> int:
 
     Returns how many were replaced.
     """
-    found = [node for node in graph.nodes if node.target is aten.convolution.default]
-    done = 0
-    for conv in found:
-        try:
-            done += _replace(graph, conv)
-        except Exception:  # what was built so far is right, or used by nobody
-            log.warning("hot: %s stays a convolution", conv.name, exc_info=True)
-    if found:
-        graph.eliminate_dead_code()
-        graph.lint()
-    return done
+    return replace_each(graph, each(graph, aten.convolution.default), _replace)
 
 
 def _is_patchwise(conv: fx.Node) -> bool:
@@ -68,9 +56,9 @@ def _pays(conv: fx.Node) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _replace(graph: fx.Graph, conv: fx.Node) -> int:
+def _replace(graph: fx.Graph, conv: fx.Node) -> bool:
     if not _is_patchwise(conv) or not _pays(conv):
-        return 0
+        return False
     x, weight, bias = conv.args[:3]
     emit = Emitter(graph, conv, conv)
     batch, kernel = emit.size(x, 0), value_of(weight).shape[2:]  # type: ignore[arg-type]
@@ -85,7 +73,7 @@ def _replace(graph: fx.Graph, conv: fx.Node) -> int:
     conv.replace_all_uses_with(_as_image(emit, y, batch, value_of(conv)))
     for backward in backwards:
         _replace_backward(graph, backward, rows)
-    return 1
+    return True
 
 
 def _patches(emit: Emitter, x: Any, batch: Any, kernel: torch.Size) -> fx.Node:

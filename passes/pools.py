@@ -1,16 +1,16 @@
 """Joint graph -> the same with gradients of max pools gathered by plain operators.
 
 Every place of the input adds up the gradients of those windows that chose it. Inductor walks the
-windows of each place with index arithmetic that is clamped at every border, or scatters atomically
-(from torch 2.12 on): 1.46 ms of a ResNet-50's 37 ms a step on an H200 (bf16, batch 256). Where the
-windows' strides divide the image, as they do in such stems, places fall into stride x stride kinds
-with the same windows each, and one pass at 0.3 ms does. The sums are the same, to the bit.
+windows of each place with index arithmetic that is clamped at every border (torch 2.15 may scatter
+with atomic additions instead): 1.46 ms of a ResNet-50's 37 a step on an H200 (bf16, batch 256).
+Where the windows' strides divide the image, as they do in such stems, places fall into
+stride x stride kinds with the same windows each, and one pass at 0.3 ms does. The sums are the
+same, to the bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from itertools import product
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter, prims
+from hot_compile.passes.exact_forms import each, replace_each
 from hot_compile.passes.graph import CASTS, aten, strip, value_of
 
-log = logging.getLogger("hot_compile")
-
+_INDICES = getattr(getattr(prims, "_low_memory_max_pool_offsets_to_indices", None), "default", None)
+"""Inductor's own, so it may go; a pool then stays as it is."""
 _FLATTENING = {
     aten.view.default,
     aten.reshape.default,
@@ -61,22 +62,10 @@ def gather_pool_gradients(graph: fx.Graph) -> int:
 
     Returns how many were rewritten.
     """
-    indices = prims._low_memory_max_pool_offsets_to_indices.default
     found = [
-        (index, backward)
-        for index in graph.find_nodes(op="call_function", target=indices)
-        for backward in _backwards(index)
+        (backward, index) for (index,) in each(graph, _INDICES) for backward in _backwards(index)
     ]
-    done = 0
-    for index, backward in found:
-        try:
-            done += _replace(graph, index, backward)
-        except Exception:  # what was built so far is right, or used by nobody
-            log.warning("hot: %s stays as it is", backward.name, exc_info=True)
-    if found:
-        graph.eliminate_dead_code()
-        graph.lint()
-    return done
+    return replace_each(graph, found, _replace)
 
 
 def _backwards(index: fx.Node) -> list[fx.Node]:
@@ -116,16 +105,16 @@ def _axes(index: fx.Node) -> list[_Axis] | None:
     return axes if fits else None
 
 
-def _replace(graph: fx.Graph, index: fx.Node, backward: fx.Node) -> int:
+def _replace(graph: fx.Graph, backward: fx.Node, index: fx.Node) -> bool:
     offsets: Any = index.args[0]
     axes = _axes(index)
     if axes is None or not _pays(offsets):
-        return 0
+        return False
     scattered = backward.target is aten.scatter_add.default
     source: Any = backward.args[3 if scattered else 0]
     grad_output = strip(source, _FLATTENING | CASTS) if scattered else source
     if value_of(grad_output).shape != value_of(offsets).shape:
-        return 0
+        return False
     emit = Emitter(graph, backward, backward)
     total = _gather(emit, grad_output, offsets, axes)
     wanted = value_of(backward)
@@ -134,7 +123,7 @@ def _replace(graph: fx.Graph, index: fx.Node, backward: fx.Node) -> int:
     elif wanted.stride() != value_of(total).stride():
         total = emit(aten.clone.default, total, memory_format=torch.channels_last)
     backward.replace_all_uses_with(emit.cast(total, wanted.dtype))
-    return 1
+    return True
 
 
 def _gather(emit: Emitter, grad_output: fx.Node, offsets: fx.Node, axes: list[_Axis]) -> fx.Node:

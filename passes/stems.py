@@ -10,7 +10,6 @@ Values differ by rounding alone: the same terms are added in another order.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
+from hot_compile.passes.exact_forms import each, replace_each
 from hot_compile.passes.first_conv import CHANNELS, backwards_of, suits_cudnn, wants_grad_input
 from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, each_dimension
-
-log = logging.getLogger("hot_compile")
 
 _MOST_CHANNELS = 16
 """Of blocks: what was measured."""
@@ -64,17 +62,7 @@ def stems_over_blocks(graph: fx.Graph) -> int:
 
     Returns how many were replaced.
     """
-    found = [node for node in graph.nodes if node.target is aten.convolution.default]
-    done = 0
-    for conv in found:
-        try:
-            done += _replace(graph, conv)
-        except Exception:  # what was built so far is right, or used by nobody
-            log.warning("hot: %s stays as it is", conv.name, exc_info=True)
-    if found:
-        graph.eliminate_dead_code()
-        graph.lint()
-    return done
+    return replace_each(graph, each(graph, aten.convolution.default), _replace)
 
 
 def _axes(conv: fx.Node) -> list[_Axis] | None:
@@ -103,13 +91,13 @@ def _pays(conv: fx.Node, axes: list[_Axis]) -> bool:
     return overlap and few and not suits_cudnn(x.shape[1])
 
 
-def _replace(graph: fx.Graph, conv: fx.Node) -> int:
+def _replace(graph: fx.Graph, conv: fx.Node) -> bool:
     x, weight, bias = conv.args[:3]
     axes, backwards = _axes(conv), backwards_of(conv)
     if axes is None or not _pays(conv, axes):
-        return 0
+        return False
     if not backwards or any(wants_grad_input(backward) for backward in backwards):
-        return 0
+        return False
     emit = Emitter(graph, conv, conv)
     image = _in_blocks(emit, x, axes, [axis.image_border for axis in axes])
     kernel = _in_blocks(emit, weight, axes, [axis.kernel_border for axis in axes])
@@ -128,7 +116,7 @@ def _replace(graph: fx.Graph, conv: fx.Node) -> int:
             if part.args[1] == 1:
                 gradient = _out_of_blocks(emit, gradient, value_of(weight), axes)
             part.replace_all_uses_with(gradient)
-    return 1
+    return True
 
 
 def _in_blocks(emit: Emitter, value: Any, axes: list[_Axis], borders: list[Any]) -> fx.Node:
