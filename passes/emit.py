@@ -67,6 +67,15 @@ class Emitter:
             return node
         return self(aten.permute.default, node, list(order))
 
+    def from_memory(self, vector: fx.Node) -> fx.Node:
+        """``vector``, at most one dimension longer than 1, read from memory by whoever uses it.
+
+        Inductor would else work it out again for every element that it is applied to, wherever it
+        comes from another kernel.
+        """
+        fake = vector.meta["val"]
+        return self(aten.as_strided.default, vector, list(fake.shape), list(fake.stride()))
+
 
 def channels_first(call: Callable[..., fx.Node], new: fx.Node, like: torch.Tensor) -> fx.Node:
     """[B, *size, C] -> [B, C, *size] in the layout of ``like``, as the graph was traced with.

@@ -236,7 +236,7 @@ def _quantize(emit: Emitter, x: fx.Node, dims: list[int], steps: int) -> tuple[f
     scale = _as_float(emit, _scale_word(emit, absmax, steps))
     reciprocal = _reciprocal(emit, scale)
     if len(dims) > 1:
-        reciprocal = _in_memory(emit, reciprocal)
+        reciprocal = emit.from_memory(reciprocal)
     q = emit(aten.round.default, emit(aten.mul.Tensor, values, reciprocal))
     return q, emit.cast(scale, torch.bfloat16)
 
@@ -299,13 +299,6 @@ def _constant(emit: Emitter, value: int, like: fx.Node) -> fx.Node:
     return emit(
         aten.full.default, [], value, dtype=fake.dtype, device=fake.device, pin_memory=False
     )
-
-
-def _in_memory(emit: Emitter, value: fx.Node) -> fx.Node:
-    """``value`` from memory: Inductor would else work it out again for every element it scales,
-    where it comes from another kernel than the one that scales."""
-    fake = value.meta["val"]
-    return emit(aten.as_strided.default, value, list(fake.shape), list(fake.stride()))
 
 
 def _as_int(emit: Emitter, value: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
+from hot_compile.passes.affine import fold_channel_steps
 from hot_compile.passes.emit import Emitter, refresh
 from hot_compile.passes.graph import VIEWS, aten, returned, strip
 from hot_compile.passes.layouts import in_memory
@@ -126,6 +127,8 @@ class _Edit:
         for view in views:  # what it reads may have changed its layout; Inductor does the same
             view.target = aten.reshape.default
         refresh(self._restored)
+        for value in self._restored:
+            fold_channel_steps(value)
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()

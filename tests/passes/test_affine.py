@@ -1,0 +1,114 @@
+"""Steps by channel on a restored image in one: the same values, and only where it is safe."""
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hot_compile.passes.affine import fold_channel_steps
+from hot_compile.passes.graph import aten
+
+ADD, SUB, MUL = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor
+
+
+def graph_of(build, inputs):
+    """What ``build(call, *placeholders)`` makes by ``call(op, *args)``, with fake values."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+
+    def call(op, *args):
+        node = graph.call_function(op, args)
+        fakes = fx.map_arg(args, lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = op(*fakes)
+        return node
+
+    nodes = []
+    for index, value in enumerate(inputs):
+        nodes.append(graph.placeholder(f"x{index}"))
+        nodes[-1].meta["val"] = mode.from_tensor(value)
+    graph.output(build(call, *nodes))
+    return graph, nodes[0]
+
+
+def run(graph, inputs):
+    return fx.GraphModule({}, graph)(*inputs)
+
+
+def count(graph, ops=(ADD, SUB, MUL)):
+    """Operators of the size of the image."""
+    return sum(n.target in ops and n.meta["val"].numel() > 64 for n in graph.nodes)
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    image = torch.randn(2, 16, 5, 7).to(memory_format=torch.channels_last)
+    vectors = [torch.randn(1, 16, 1, 1), torch.rand(1, 16, 1, 1), torch.rand(16, 1, 1)]
+    return [image, *vectors, torch.randn(16, 1, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_one_multiplication_and_one_sum(tensors, dtype):
+    def norm(call, x, mean, rstd, weight, bias):
+        scaled = call(MUL, call(MUL, call(SUB, x, mean), rstd), weight)
+        return call(ADD, bias, scaled)
+
+    tensors[0] = tensors[0].to(dtype)
+    graph, image = graph_of(norm, tensors)
+    want = run(graph, tensors)
+    assert fold_channel_steps(image) == 1
+    graph.eliminate_dead_code()
+    graph.lint()
+    got = run(graph, tensors)
+    assert count(graph) == 2
+    assert got.dtype is want.dtype
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # fp32, in another order
+
+
+def test_what_others_read_in_between_ends_the_chain(tensors):
+    def norm(call, x, mean, rstd, weight, bias):
+        centred = call(SUB, x, mean)
+        scaled = call(MUL, call(MUL, centred, rstd), weight)
+        return call(ADD, call(ADD, scaled, bias), centred)
+
+    _graph, image = graph_of(norm, tensors)
+    assert fold_channel_steps(image) == 0
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda call, x, a, b, c, d: call(MUL, call(SUB, x, a), b),  # too short
+        lambda call, x, a, b, c, d: call(ADD, call(MUL, call(SUB, a, x), b), c),  # a - x
+        lambda call, x, a, b, c, d: call(ADD, call(MUL, call(ADD, x, x), b), c),
+    ],
+)
+def test_others_stay(tensors, steps):
+    graph, image = graph_of(steps, tensors)
+    before = [n.target for n in graph.nodes]
+    assert fold_channel_steps(image) == 0
+    assert [n.target for n in graph.nodes] == before
+
+
+def test_vectors_along_other_dimensions_stay(tensors):
+    tensors[1] = torch.randn(7)  # along the width
+
+    def steps(call, x, a, b, c, d):
+        return call(ADD, call(MUL, call(SUB, x, a), b), c)
+
+    _graph, image = graph_of(steps, tensors)
+    assert fold_channel_steps(image) == 0
+
+
+@pytest.mark.parametrize("order", [(ADD, MUL, ADD), (MUL, SUB, MUL), (ADD, ADD, SUB), (MUL,) * 3])
+def test_any_order_of_steps(tensors, order):
+    def steps(call, x, *vectors):
+        for op, vector in zip(order, vectors, strict=False):
+            x = call(op, x, vector)
+        return x
+
+    graph, image = graph_of(steps, tensors)
+    want = run(graph, tensors)
+    assert fold_channel_steps(image) == 1
+    graph.eliminate_dead_code()
+    torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
