@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import VIEWS, aten
 
 prims = torch.ops.prims
 _DESCRIBING = (
@@ -71,8 +71,10 @@ class Emitter:
         """``vector``, at most one dimension longer than 1, read from memory by whoever uses it.
 
         Inductor would else work it out again for every element that it is applied to, wherever it
-        comes from another kernel.
+        comes from another kernel. What is no more than a view of something lies in memory already.
         """
+        if vector.op != "call_function" or vector.target in VIEWS:
+            return vector
         fake = vector.meta["val"]
         return self(aten.as_strided.default, vector, list(fake.shape), list(fake.stride()))
 

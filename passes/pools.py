@@ -19,7 +19,7 @@ from torch import fx
 
 from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.exact_forms import each, replace_each
-from hot_compile.passes.graph import CASTS, aten, strip, value_of
+from hot_compile.passes.graph import CASTS, aten, value_of
 
 _INDICES = getattr(getattr(prims, "_low_memory_max_pool_offsets_to_indices", None), "default", None)
 """Inductor's own, so it may go; a pool then stays as it is."""
@@ -111,10 +111,11 @@ def _replace(graph: fx.Graph, backward: fx.Node, index: fx.Node) -> bool:
     if axes is None or not _pays(offsets):
         return False
     scattered = backward.target is aten.scatter_add.default
-    source: Any = backward.args[3 if scattered else 0]
-    grad_output = strip(source, _FLATTENING | CASTS) if scattered else source
-    if value_of(grad_output).shape != value_of(offsets).shape:
-        return False
+    grad_output: Any = backward.args[3 if scattered else 0]
+    while value_of(grad_output).shape != value_of(offsets).shape:
+        if grad_output.target not in _FLATTENING | CASTS:
+            return False
+        grad_output = grad_output.args[0]
     emit = Emitter(graph, backward, backward)
     total = _gather(emit, grad_output, offsets, axes)
     wanted = value_of(backward)

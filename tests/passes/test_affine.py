@@ -112,3 +112,21 @@ def test_any_order_of_steps(tensors, order):
     assert fold_channel_steps(image) == 1
     graph.eliminate_dead_code()
     torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_vector_that_is_part_of_another_keeps_its_place():
+    """Compiled: what is read from memory must be the second half, not the first."""
+    torch.manual_seed(0)
+    image = torch.randn(2, 16, 5, 7).to(memory_format=torch.channels_last)
+    both = torch.randn(32, 1, 1)
+
+    def steps(call, x, vectors):
+        half = call(aten.slice.Tensor, vectors, 0, 16, 32)
+        return call(ADD, call(SUB, call(MUL, x, half), half), half)
+
+    graph, node = graph_of(steps, [image, both])
+    want = run(graph, [image, both])
+    assert fold_channel_steps(node) == 1
+    graph.eliminate_dead_code()
+    got = torch.compile(fx.GraphModule({}, graph))(image, both)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
