@@ -21,8 +21,6 @@ from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.exact_forms import each, replace_each
 from hot_compile.passes.graph import CASTS, aten, value_of
 
-_INDICES = getattr(getattr(prims, "_low_memory_max_pool_offsets_to_indices", None), "default", None)
-"""Inductor's own, so it may go; a pool then stays as it is."""
 _FLATTENING = {
     aten.view.default,
     aten.reshape.default,
@@ -63,9 +61,14 @@ def gather_pool_gradients(graph: fx.Graph) -> int:
     Returns how many were rewritten.
     """
     found = [
-        (backward, index) for (index,) in each(graph, _INDICES) for backward in _backwards(index)
+        (backward, index) for (index,) in each(graph, _indices()) for backward in _backwards(index)
     ]
     return replace_each(graph, found, _replace)
+
+
+def _indices() -> object:
+    """Inductor's operator, which is there once Inductor is, and may go; a pool then stays."""
+    return getattr(getattr(prims, "_low_memory_max_pool_offsets_to_indices", None), "default", None)
 
 
 def _backwards(index: fx.Node) -> list[fx.Node]:
