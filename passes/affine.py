@@ -14,13 +14,11 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import CHANNEL_DIM, IMAGE_DIMS, aten
 
 _STEPS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
 _FEWEST = 3
 """Steps worth two vectors and a kernel that makes them."""
-_CHANNELS = 1
-_IMAGE_DIMS = 4
 
 
 def fold_channel_steps(image: fx.Node) -> int:
@@ -29,7 +27,7 @@ def fold_channel_steps(image: fx.Node) -> int:
     Returns how many were folded.
     """
     value = image.meta["val"]
-    channels = value.shape[_CHANNELS] if value.dim() == _IMAGE_DIMS else None
+    channels = value.shape[CHANNEL_DIM] if value.dim() == IMAGE_DIMS else None
     if not isinstance(channels, int):
         return 0
     done = 0
@@ -64,8 +62,8 @@ def _vector(step: fx.Node, before: fx.Node, channels: int) -> fx.Node | None:
     if left is not before or not isinstance(right, fx.Node) or right is before:
         return None
     fp32 = all(n.meta["val"].dtype is torch.float32 for n in (step, right))
-    sizes = (1,) * _IMAGE_DIMS + tuple(right.meta["val"].shape)
-    return right if fp32 and sizes[-_IMAGE_DIMS:] == (1, channels, 1, 1) else None
+    sizes = (1,) * IMAGE_DIMS + tuple(right.meta["val"].shape)
+    return right if fp32 and sizes[-IMAGE_DIMS:] == (1, channels, 1, 1) else None
 
 
 def _fold(image: fx.Node, steps: list[tuple[fx.Node, fx.Node]]) -> None:

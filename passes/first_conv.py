@@ -9,13 +9,13 @@ from torch import fx
 
 from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD
 
-CHANNELS = 8
+CHANNEL_MULTIPLE = 8
 """cuDNN's fast kernels take channels in multiples of this."""
 
 
 def suits_cudnn(channels: int | torch.SymInt) -> bool:
     """cuDNN need not pad so many channels."""
-    return bool(channels % CHANNELS == 0)
+    return bool(channels % CHANNEL_MULTIPLE == 0)
 
 
 def backwards_of(conv: fx.Node) -> list[fx.Node]:

@@ -11,6 +11,10 @@ from torch import fx
 
 aten = torch.ops.aten
 
+IMAGE_DIMS = 4
+CHANNEL_DIM = 1
+"""Of an image, a signal or a volume."""
+
 TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
 VIEWS = {
     aten.view.default,

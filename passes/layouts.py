@@ -14,13 +14,11 @@ import torch
 from torch import fx
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.graph import VIEWS, aten
+from hot_compile.passes.graph import IMAGE_DIMS, VIEWS, aten
 
 log = logging.getLogger("hot_compile")
 
 _MARK = "hot_channels_last"
-_IMAGE_DIMS = 4
-"""Inductor does it for images only, not for signals or volumes."""
 
 
 def mark_channels_last(forward: fx.GraphModule) -> None:
@@ -38,9 +36,10 @@ def mark_channels_last(forward: fx.GraphModule) -> None:
 
 
 def _is_image(node: fx.Node) -> bool:
+    """Inductor does it for images only, not for signals or volumes."""
     value = node.meta.get("val")
     value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return isinstance(value, torch.Tensor) and value.dim() == _IMAGE_DIMS
+    return isinstance(value, torch.Tensor) and value.dim() == IMAGE_DIMS
 
 
 def in_memory(node: fx.Node) -> torch.Tensor:

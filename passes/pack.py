@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import CHANNEL_DIM, IMAGE_DIMS, aten
 from hot_compile.passes.site import bytes_of, hint
 
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
-_IMAGE_DIMS = 4
 _TINY = 2.0**-120
 _MASK_BITS = 8
 _UPPER_HALF = -0x10000
@@ -127,7 +126,7 @@ def by_channel(value: Tensor) -> bool:
 
 def _channels_last(value: Tensor, order: list[int], run: int) -> bool:
     """Images and the like whose channels lie innermost, more than one of them."""
-    channels = value.shape[1] if value.dim() >= _IMAGE_DIMS else 1
+    channels = value.shape[CHANNEL_DIM] if value.dim() >= IMAGE_DIMS else 1
     return order[-1] == 1 and isinstance(channels, int) and channels > 1 and run % channels == 0
 
 
@@ -182,14 +181,12 @@ def pack(
     if scheme is Scheme.INT4:
         return _pack_int4(emit, grouped)
     dims = [*range(layout.outer), -3, -2] if layout.whole else [-2]
-    if mask is None:
-        q, scale = _quantize(emit, grouped, dims, steps=127)
-        return emit.cast(q, torch.int8), scale
-    lowest = emit(aten.view.default, emit.permute(mask, layout.order), cut)
-    q, scale = _quantize(emit, grouped, dims, steps=63)
-    lowest = emit.cast(lowest, torch.float32)
-    both = emit(aten.add.Tensor, emit(aten.mul.Tensor, q, 2.0), lowest)
-    return emit.cast(both, torch.int8), scale
+    q, scale = _quantize(emit, grouped, dims, steps=127 if mask is None else 63)
+    if mask is not None:
+        lowest = emit(aten.view.default, emit.permute(mask, layout.order), cut)
+        lowest = emit.cast(lowest, torch.float32)
+        q = emit(aten.add.Tensor, emit(aten.mul.Tensor, q, 2.0), lowest)
+    return emit.cast(q, torch.int8), scale
 
 
 def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme) -> fx.Node:
@@ -235,7 +232,7 @@ def _quantize(emit: Emitter, x: fx.Node, dims: list[int], steps: int) -> tuple[f
     absmax = emit(aten.amax.default, emit(aten.abs.default, values), dims, True)
     scale = _as_float(emit, _scale_word(emit, absmax, steps))
     reciprocal = _reciprocal(emit, scale)
-    if len(dims) > 1:
+    if len(dims) > 1:  # a scale a channel, found in another kernel than this
         reciprocal = emit.from_memory(reciprocal)
     q = emit(aten.round.default, emit(aten.mul.Tensor, values, reciprocal))
     return q, emit.cast(scale, torch.bfloat16)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter, channels_first
-from hot_compile.passes.exact_forms import each, replace_each
+from hot_compile.passes.exact_forms import replace_each
 from hot_compile.passes.first_conv import backwards_of, suits_cudnn, wants_grad_input
 from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.match_conv import each_dimension
@@ -27,7 +27,8 @@ def patches_as_products(graph: fx.Graph) -> int:
 
     Returns how many were replaced.
     """
-    return replace_each(graph, each(graph, aten.convolution.default), _replace)
+    found = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    return replace_each(graph, found, _replace)
 
 
 def _is_patchwise(conv: fx.Node) -> bool:

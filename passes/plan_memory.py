@@ -34,8 +34,8 @@ def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, S
         return {}
     ladders = {c: _ladder(c, config) for c in found}
     if config.memory_budget is None:
-        smallest = {c: _without_budget(c, ladder) for c, ladder in ladders.items()}
-        return {c: _with_mask(c, scheme) for c, scheme in smallest.items() if len(ladders[c]) > 1}
+        storable = ((c, ladder) for c, ladder in ladders.items() if len(ladder) > 1)
+        return {c: _with_mask(c, _without_budget(c, ladder)) for c, ladder in storable}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
     held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
     chosen: dict[Crosser, Scheme] = {}

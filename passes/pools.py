@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.exact_forms import each, replace_each
+from hot_compile.passes.exact_forms import replace_each
 from hot_compile.passes.graph import CASTS, aten, value_of
 
 _FLATTENING = {
@@ -60,15 +60,12 @@ def gather_pool_gradients(graph: fx.Graph) -> int:
 
     Returns how many were rewritten.
     """
-    found = [
-        (backward, index) for (index,) in each(graph, _indices()) for backward in _backwards(index)
-    ]
+    # Inductor's operator, which is there once Inductor is, and may go; pools then stay.
+    indices = getattr(prims, "_low_memory_max_pool_offsets_to_indices", None)
+    if indices is None:
+        return 0
+    found = graph.find_nodes(op="call_function", target=indices.default)
     return replace_each(graph, found, _replace)
-
-
-def _indices() -> object:
-    """Inductor's operator, which is there once Inductor is, and may go; a pool then stays."""
-    return getattr(getattr(prims, "_low_memory_max_pool_offsets_to_indices", None), "default", None)
 
 
 def _backwards(index: fx.Node) -> list[fx.Node]:
@@ -108,11 +105,18 @@ def _axes(index: fx.Node) -> list[_Axis] | None:
     return axes if fits else None
 
 
-def _replace(graph: fx.Graph, backward: fx.Node, index: fx.Node) -> bool:
+def _replace(graph: fx.Graph, index: fx.Node) -> bool:
     offsets: Any = index.args[0]
     axes = _axes(index)
     if axes is None or not _pays(offsets):
         return False
+    replaced = [_replace_backward(graph, b, offsets, axes) for b in _backwards(index)]
+    return any(replaced)
+
+
+def _replace_backward(
+    graph: fx.Graph, backward: fx.Node, offsets: fx.Node, axes: list[_Axis]
+) -> bool:
     scattered = backward.target is aten.scatter_add.default
     grad_output: Any = backward.args[3 if scattered else 0]
     while value_of(grad_output).shape != value_of(offsets).shape:

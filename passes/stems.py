@@ -17,8 +17,13 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.exact_forms import each, replace_each
-from hot_compile.passes.first_conv import CHANNELS, backwards_of, suits_cudnn, wants_grad_input
+from hot_compile.passes.exact_forms import replace_each
+from hot_compile.passes.first_conv import (
+    CHANNEL_MULTIPLE,
+    backwards_of,
+    suits_cudnn,
+    wants_grad_input,
+)
 from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, each_dimension
 
@@ -62,7 +67,8 @@ def stems_over_blocks(graph: fx.Graph) -> int:
 
     Returns how many were replaced.
     """
-    return replace_each(graph, each(graph, aten.convolution.default), _replace)
+    found = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    return replace_each(graph, found, _replace)
 
 
 def _axes(conv: fx.Node) -> list[_Axis] | None:
@@ -130,7 +136,7 @@ def _in_blocks(emit: Emitter, value: Any, axes: list[_Axis], borders: list[Any])
     block = stride * stride * channels
     shape = [count, height // stride, width // stride, block]
     value = emit(aten.reshape.default, value, shape)
-    value = emit(aten.constant_pad_nd.default, value, [0, -block % CHANNELS], 0.0)
+    value = emit(aten.constant_pad_nd.default, value, [0, -block % CHANNEL_MULTIPLE], 0.0)
     return emit.permute(value, [0, 3, 1, 2])
 
 

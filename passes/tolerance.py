@@ -14,6 +14,7 @@ from torch import fx
 
 from hot_compile.passes.graph import (
     CASTS,
+    CHANNEL_DIM,
     VIEWS,
     aten,
     closure,
@@ -74,8 +75,6 @@ _SHAPE_ONLY = {
 _LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
 _TRANSPARENT = VIEWS | CASTS | _MOVES
 _DIVIDING = {aten.reciprocal.default, aten.log.default, aten.rsqrt.default}
-_CHANNELS = 1
-"""The dimension of an image's channels."""
 _FEW = 2**13
 """Elements of a channel below which the errors of INT4 do not average out in a batch norm's sums.
 Worst cosine of a parameter's gradient, 16 to 4096 elements: 0.62 to 0.99 in INT4, 0.99 in INT8."""
@@ -221,10 +220,10 @@ def _own_masks(found: list[Crosser]) -> list[Crosser]:
     owned: dict[fx.Node, Mask] = {}
     free = {mask.node for crosser in found for mask in crosser.masks}
     for crosser in sorted(found, key=lambda c: c.saved, reverse=True):
-        wanted_for_more = set(crosser.restored.users)
+        readers = set(crosser.restored.users)
         for mask in sorted(crosser.masks, key=lambda m: m.compared):
             alike = _same_places(in_memory(mask.compared), in_memory(crosser.saved))
-            if mask.node in free and alike and wanted_for_more != {mask.node}:
+            if mask.node in free and alike and readers != {mask.node}:  # else its bits are enough
                 owned[crosser.saved] = mask
                 free.discard(mask.node)
                 break
@@ -242,7 +241,7 @@ def _by_position(saved: fx.Node) -> bool:
     stack, copies = [saved], {saved}
     while stack:
         for user in stack.pop().users:
-            if user.target in _REDUCTIONS and _kept_dims(user) == {_CHANNELS}:
+            if user.target in _REDUCTIONS and _kept_dims(user) == {CHANNEL_DIM}:
                 return False
             if user.target in CASTS | {aten.clone.default} and user not in copies:
                 copies.add(user)
@@ -379,8 +378,8 @@ class _Readers:
         saved = self._restored.meta["val"]
         if kept == set(range(summed.dim() - 1)) and hint(summed.numel()) == hint(saved.numel()):
             self.rows |= hint(summed.shape[-1]) == hint(saved.shape[-1])
-        if summed.dim() >= 3 and kept == {_CHANNELS}:
-            self.statistics = hint(summed.numel()) // max(1, hint(summed.shape[_CHANNELS]))
+        if summed.dim() >= 3 and kept == {CHANNEL_DIM}:
+            self.statistics = hint(summed.numel()) // max(1, hint(summed.shape[CHANNEL_DIM]))
 
     def _divides(self, node: fx.Node, user: fx.Node) -> bool:
         """``user`` divides by the saved tensor, shifted and scaled (not by 1 + exp(x), say)."""
