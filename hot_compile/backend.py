@@ -186,14 +186,16 @@ def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _graph_inputs(gm: fx.GraphModule) -> GraphInputs:
-    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record."""
-    names: list[str | None] = []
-    for node in gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        names.append(_parameter_name(source, node.meta.get("example_value")))
-    return GraphInputs(tuple(names) if any(names) else ())
+    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record.
+
+    Unknown only where there is no record at all: a graph made by hand.
+    """
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in given]
+    if not any(sources):
+        return GraphInputs()
+    values = [node.meta.get("example_value") for node in given]
+    return GraphInputs(tuple(map(_parameter_name, sources, values)))
 
 
 def _parameter_name(source: Any, value: Any) -> str | None:
@@ -202,7 +204,7 @@ def _parameter_name(source: Any, value: Any) -> str | None:
     text = source.name if isinstance(source.name, str) else source.name()
     held = "_parameters[" in text or "_buffers[" in text
     if held or isinstance(value, torch.nn.Parameter):
-        return clean_path(text)
+        return clean_path(text) or text  # a parameter that is an argument itself has no path
     return None
 
 
