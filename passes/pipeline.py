@@ -18,7 +18,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from hot_compile.config import HotConfig, Memory
-from hot_compile.errors import HotError
+from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.crossing import Crossing, crossing
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
@@ -33,6 +33,7 @@ from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.shorten import shorten
 from hot_compile.passes.stems import stems_over_blocks
 from hot_compile.passes.tolerance import crossers
+from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
 
 log = logging.getLogger("hot_compile")
 
@@ -61,6 +62,8 @@ class Context:
     """What calibration measured of this model."""
     observer: Observer | None = None
     """Shown every layer's operands in each backward; the graph is then left exact."""
+    asked: HotConfig | None = None
+    """The user's own options, if ``config`` has more: warnings are about these."""
 
 
 @cache
@@ -96,10 +99,12 @@ class JointPass(CustomGraphPass):
             if not sites:
                 return
             chosen = plan(sites, context.config, context.pricing, context.profile)
+            asked = context.asked or context.config
+            tell((*idle_globs(sites, asked), *idle_overrides(sites, asked, chosen)))
             if context.observer is not None:
                 observe(graph, sites, context.observer, chosen)
                 return
-        except HotError:  # the user's mistake, e.g. a profile of another model
+        except (HotError, OptionWarning):  # the user's mistake, e.g. a profile of another model
             raise
         except Exception:
             log.warning(
@@ -136,6 +141,8 @@ class Partitioner(CustomPartitionerFn):
         try:
             mark_channels_last(forward)
             kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        except OptionWarning:  # the user's filter makes errors of warnings
+            raise
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
             forward, backward = self._split(gm, joint_inputs, kwargs)  # the graphs half changed
@@ -164,7 +171,10 @@ class Partitioner(CustomPartitionerFn):
         config, inputs = self._context.config, self._context.inputs
         found = crossers(forward, backward, num_fwd_outputs, inputs, config.memory_min_bytes)
         chosen = plan_storage(found, config) if self._joint.plan is not None else {}
-        return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        kept = crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        if self._joint.plan is not None:
+            tell(unmet_budget(found, chosen, kept, config))
+        return kept
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import subprocess
@@ -9,8 +10,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from hot_compile.runtime import reference, reference_conv
+from hot_compile.testing import hot_step
 
 SIZES = (0, 1, 2, 3, 5, 17)
 
@@ -58,14 +61,14 @@ def conv_operands(geometry, batch: int, outputs: int, inputs: int):
     return integers(outputs, small), integers(inputs, big), torch.rand(outputs), torch.rand(inputs)
 
 
-CHANNELS = ((1, 1), (3, 1), (1, 2), (3, 2), (2, 18))
+CHANNELS = ((1, 1), (3, 1), (1, 2), (3, 2), (0, 2), (2, 0), (2, 18))
 
 
 @pytest.mark.parametrize("dims", [1, 2])
 def test_convolutions(provider, assert_same, dims):
     """Every geometry in one dimension, some of two; the slow sweep takes all of all."""
     for place, geometry in enumerate(geometries(dims)[:: 2 * dims - 1]):
-        batch, channels = 1 + place % 2, CHANNELS[place % len(CHANNELS)]
+        batch, channels = place % 3, CHANNELS[place % len(CHANNELS)]
         check_grad_weight(provider, assert_same, geometry, batch, *channels)
         check_grad_input(provider, geometry, batch, *channels)
 
@@ -75,7 +78,7 @@ def test_convolutions(provider, assert_same, dims):
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_all_convolutions(provider, assert_same, dims, batch):
     for geometry in geometries(dims):
-        for outputs, inputs in itertools.product((1, 2, 17), (1, 2, 17)):
+        for outputs, inputs in ((0, 1), (1, 1), (1, 2), (2, 1), (2, 17), (17, 1)):
             check_grad_weight(provider, assert_same, geometry, batch, outputs, inputs)
             check_grad_input(provider, geometry, batch, outputs, inputs)
 
@@ -102,6 +105,48 @@ def check_grad_input(provider, geometry, batch, outputs, inputs):
     for operands in ((rows, weight), (strided(rows, 2), weight.t().contiguous().t())):
         got = provider("conv_grad_input", *operands, *tail)
         assert torch.equal(got, want), (geometry, batch, outputs, inputs)
+
+
+SMALL_LAYERS = [
+    (k, s, p, n)
+    for k, s, p, n in itertools.product((1, 2, 3), (1, 2, 3), (0, 1), (1, 2, 3, 4))
+    if n + 2 * p >= k and n > p * (k == 1)  # some position sees more than padding
+]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("setting", SMALL_LAYERS[::16])
+def test_small_layers(setting, channels_last):
+    """Whole models: rows are views of a channels-last image, copies of another."""
+    check_layer(*setting, channels_last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_all_small_layers(channels_last):
+    for setting in SMALL_LAYERS:
+        check_layer(*setting, channels_last)
+
+
+def check_layer(kernel, stride, padding, size, channels_last):
+    torch.manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = nn.Conv2d(8, 32, kernel, stride, padding).to(memory_format=layout)
+    exact = copy.deepcopy(model)
+    x = torch.randn(2, 8, size, size).to(memory_format=layout)
+    weigh = torch.linspace(-1, 1, 32)[:, None, None]
+
+    def loss(model, x):
+        return (model(x.tanh()) * weigh).sin().sum()
+
+    given, wanted = (x.clone().requires_grad_() for _ in range(2))
+    loss(exact, wanted).backward()
+    options = {"min_gain": 0, "memory": "off", "recipe": "int8", "override": {"*": "int8"}}
+    _, graphs = hot_step(lambda x: loss(model, x), given, options=options)
+    assert graphs[0].plan.rewritten
+    pairs = ((model.weight.grad, exact.weight.grad), (given.grad, wanted.grad))
+    for got, want in pairs:
+        assert (got - want).norm() <= 0.1 * want.norm(), (kernel, stride, padding, size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MALLOC_PERTURB_ is glibc's")
