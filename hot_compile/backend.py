@@ -16,8 +16,8 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .auto import Notes, Observing, code_being_compiled, graph_digest, twin
 from .calibration import Collector
-from .config import HotConfig, split_options
-from .errors import PassDisabledError
+from .config import OBJECTS, HotConfig, option_names, split_options
+from .errors import OptionError, PassDisabledError
 from .inspect import Dump, run_uncompiled
 from .monitor import Gauge, Monitor, Watched, monitor_of
 from .passes.devices import pricing
@@ -27,7 +27,7 @@ from .passes.observe import Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
 from .runtime.providers import runtime_version
-from .schedule import Scheduled
+from .schedule import Scheduled, current_bits
 
 _DISABLING = "use_joint_graph_passes"
 
@@ -69,7 +69,7 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-    graph = _Graph(gm, example_inputs, inner_compile, patches, recorder)
+    graph = _Graph(gm, example_inputs, inner_compile, patches, recorder, config)
     if config.lqs == "auto" and observer is None:
         return _auto(graph, config, monitor)
     profile = Profile.load(config.profile) if config.profile else None
@@ -90,6 +90,8 @@ class _Graph:
     inner_compile: Callable[..., Any]
     patches: dict[str, Any]
     recorder: Recorder | None
+    asked: HotConfig
+    """The user's options; a monitor adds to them."""
 
     def compile(
         self, config: HotConfig, profile: Profile | None = None, observer: Observer | None = None
@@ -112,6 +114,7 @@ class _Graph:
             identity=_identity(self.gm, config, inputs, self.example_inputs, profile),
             profile=profile,
             observer=observer,
+            asked=self.asked,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -123,13 +126,20 @@ class _Graph:
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
-        """The graph for good: compiled once, or once for every width of a schedule."""
+        """The graph for good: compiled once, or once for every width of a schedule.
+
+        The recorder is told of the width in force now, which is the one that runs: a graph counts
+        once. Dumps are made of every width.
+        """
         if not config.schedule:
             return self.compile(config, profile)
         compiled = {}
-        for bits in {phase.gx_bits for phase in config.schedule}:
+        unheard = Dump() if self.recorder else None
+        for bits in sorted({phase.gx_bits for phase in config.schedule}):
             own = dataclasses.replace(config, schedule=(), gx_bits=bits)
-            compiled[bits] = dataclasses.replace(self, gm=twin(self.gm)).compile(own, profile)
+            heard = self.recorder if bits == current_bits(config.schedule) else unheard
+            graph = dataclasses.replace(self, gm=twin(self.gm), recorder=heard)
+            compiled[bits] = graph.compile(own, profile)
         return Scheduled(config.schedule, compiled)
 
 
@@ -160,7 +170,13 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's config patches for this mode and these options, validated by Inductor itself."""
+    """Inductor's config patches for this mode and these options, validated by Inductor itself.
+
+    But for unknown names: among its hundreds of options a misspelt one of ours would be lost.
+    """
+    known = torch._inductor.list_options()
+    if unknown := {name for name in options if name.replace("-", "_") not in known}:
+        raise OptionError.unknown(unknown, option_names() | OBJECTS, known)
     wrapper = torch._TorchCompileInductorWrapper(mode or "default", options or None, None)
     patches = dict(wrapper.config)
     if not patches.get(_DISABLING, getattr(inductor_config, _DISABLING)):
@@ -186,14 +202,16 @@ def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _graph_inputs(gm: fx.GraphModule) -> GraphInputs:
-    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record."""
-    names: list[str | None] = []
-    for node in gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        names.append(_parameter_name(source, node.meta.get("example_value")))
-    return GraphInputs(tuple(names) if any(names) else ())
+    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record.
+
+    Unknown only where there is no record at all: a graph made by hand.
+    """
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in given]
+    if not any(sources):
+        return GraphInputs()
+    values = [node.meta.get("example_value") for node in given]
+    return GraphInputs(tuple(map(_parameter_name, sources, values)))
 
 
 def _parameter_name(source: Any, value: Any) -> str | None:
@@ -202,7 +220,7 @@ def _parameter_name(source: Any, value: Any) -> str | None:
     text = source.name if isinstance(source.name, str) else source.name()
     held = "_parameters[" in text or "_buffers[" in text
     if held or isinstance(value, torch.nn.Parameter):
-        return clean_path(text)
+        return clean_path(text) or text  # a parameter that is an argument itself has no path
     return None
 
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from functorch.compile import make_boxed_func
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import fx
 
 from .config import Strategy
+from .errors import OptionError
 from .passes.plan import Decision, Plan
 from .passes.storage.record import Crossing
+from .tables import PlainTable
 
 NO_PLAN = Plan("exact", ())
 
@@ -48,7 +49,11 @@ class GraphReport:
 
 
 class Dump:
-    """Recorder that writes every stage's graph, plan.json and crossing.json below a folder."""
+    """Recorder that writes every stage's graph, plan.json and crossing.json below a folder.
+
+    Raises:
+        OptionError: the folder cannot be made or written.
+    """
 
     def __init__(self, folder: str | None = None) -> None:
         self._folder = _next_graph_folder(folder) if folder else None
@@ -60,7 +65,7 @@ class Dump:
             return
         owner = graph if isinstance(graph, fx.GraphModule) else fx.GraphModule({}, graph)
         text = owner.print_readable(print_output=False)
-        (self._folder / f"{next(self._count):02d}.{stage}.py").write_text(text)
+        self._write(f"{next(self._count):02d}.{stage}.py", text)
 
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Write plan.json and crossing.json."""
@@ -69,7 +74,12 @@ class Dump:
         data = GraphReport(plan or NO_PLAN, crossing).to_json()
         for name in ("plan", "crossing"):
             text = json.dumps(data[name], indent=1, default=str)
-            (self._folder / f"{name}.json").write_text(text + "\n")
+            self._write(f"{name}.json", text + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        assert self._folder is not None
+        with _writing(self._folder):
+            (self._folder / name).write_text(text)
 
 
 class Reports:
@@ -86,17 +96,27 @@ class Reports:
         self.graphs.append(GraphReport(plan or NO_PLAN, crossing))
 
 
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        expected = f"a folder that can be made and written, but: {error}"
+        raise OptionError.value("dump", str(folder), expected) from error
+
+
 def _next_graph_folder(folder: str) -> Path:
     """``folder/graph_NNN``, the first number not taken (other processes may be dumping too)."""
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count():
-        path = root / f"graph_{number:03d}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+    with _writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count():
+            path = root / f"graph_{number:03d}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return path
     raise AssertionError("unreachable")
 
 
@@ -126,14 +146,13 @@ class Explanation:
         title = (
             f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
         )
-        table = Table(title=f"{title} products rewritten", box=box.SIMPLE, title_justify="left")
-        for column in ("layer", "L x O x I", "strategy", "gain", "saved before", "after", "why"):
-            numeric = column in ("gain", "saved before", "after")
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        numbers = ("gain", "saved before", "after")
+        columns = ("layer", "L x O x I", "strategy", *numbers, "why")
+        table = PlainTable(f"{title} products rewritten", *columns, right=set(numbers))
         stored = self._stored_bytes()
         for decisions in _folded(self.plan):
             first, *more = _row(decisions[0], stored.pop(decisions[0].site.split("#")[0], 0))
-            table.add_row(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
+            table.add(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
         return table
 
     def _stored_bytes(self) -> dict[str, int]:

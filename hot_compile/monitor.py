@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType
@@ -76,6 +77,21 @@ class Monitor:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError.value(name, value, "a whole number >= 1")
+        self._check_budget()
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise OptionError.value("path", self.path, "a path, or None")
+        if self.writer is not None and not callable(getattr(self.writer, "add_scalar", None)):
+            raise OptionError.value("writer", self.writer, "an object with add_scalar, or None")
+        if self.callback is not None and not callable(self.callback):
+            expected = "a function of (forwards so far, qualities), or None"
+            raise OptionError.value("callback", self.callback, expected)
+        if not isinstance(self.demoted, dict):
+            raise OptionError.value("demoted", self.demoted, "a dict {layer: why}")
+
+    def _check_budget(self) -> None:
+        number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+        if self.budget is not None and not (number and self.budget > 0):
+            raise OptionError.value("budget", self.budget, "a relative error > 0, or None")
 
     def applied(self, config: HotConfig) -> HotConfig:
         """The configuration with demoted layers exact."""

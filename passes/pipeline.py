@@ -18,7 +18,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from hot_compile.config import HotConfig, Memory
-from hot_compile.errors import HotError
+from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
@@ -34,6 +34,7 @@ from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.crossers import Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.store import store
+from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
 
 log = logging.getLogger("hot_compile")
 
@@ -62,6 +63,8 @@ class Context:
     """What calibration measured of this model."""
     observer: Observer | None = None
     """Shown every layer's operands in each backward; the graph is then left exact."""
+    asked: HotConfig | None = None
+    """The user's own options, if ``config`` has more: warnings are about these."""
 
 
 @cache
@@ -97,10 +100,12 @@ class JointPass(CustomGraphPass):
             if not sites:
                 return
             chosen = plan(sites, context.config, context.pricing, context.profile)
+            asked = context.asked or context.config
+            tell((*idle_globs(sites, asked), *idle_overrides(sites, asked, chosen)))
             if context.observer is not None:
                 observe(graph, sites, context.observer, chosen)
                 return
-        except HotError:  # the user's mistake, e.g. a profile of another model
+        except (HotError, OptionWarning):  # the user's mistake, e.g. a profile of another model
             raise
         except Exception:
             log.warning(
@@ -137,6 +142,8 @@ class Partitioner(CustomPartitionerFn):
         try:
             mark_channels_last(forward)
             kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        except OptionWarning:  # the user's filter makes errors of warnings
+            raise
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
             forward, backward = self._split(gm, joint_inputs, kwargs)  # the graphs half changed
@@ -169,7 +176,10 @@ class Partitioner(CustomPartitionerFn):
             judge = Judge(forward, backward, inputs, config.memory_min_bytes)
         found = crossers(forward, backward, num_fwd_outputs, judge)
         chosen = plan_storage(found, config) if stores else {}
-        return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        kept = crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        if stores:
+            tell(unmet_budget(found, chosen, kept, config))
+        return kept
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.

@@ -111,9 +111,10 @@ class Profile:
             )
         try:
             layers = {name: _layer(entry) for name, entry in data["layers"].items()}
-            graphs = {digest: int(looks) for digest, looks in data.get("graphs", {}).items()}
-            return cls(int(data["rank"]), layers, dict(data.get("environment", {})), graphs)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            graphs = {digest: _whole(digest, n) for digest, n in data.get("graphs", {}).items()}
+            rank = _whole("rank", data["rank"])
+            return cls(rank, layers, dict(data.get("environment", {})), graphs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ProfileFormatError(
                 f"got a profile whose entries do not fit ({error!r}); expected what Profile.save "
                 "wrote. Make it again with hot_compile.calibrate(...)."
@@ -136,13 +137,13 @@ class Profile:
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except ProfileFormatError as error:
+            raise ProfileFormatError(f"{path}: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or too deep
             raise ProfileFormatError(
                 f"got profile={str(path)!r}, which cannot be read ({error}); expected a JSON file "
                 "made by hot_compile.calibrate(...).save(path)."
             ) from error
-        except ProfileFormatError as error:
-            raise ProfileFormatError(f"{path}: {error}") from error
 
     def content_hash(self) -> str:
         """Hex digest of what was measured, for cache keys."""
@@ -213,6 +214,12 @@ def _number(value: Any) -> float:
     return value
 
 
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {value!r}, no whole number >= 0")
+    return value
+
+
 def _numbers(kind: Any, entry: Any) -> Any:
     return kind(**{name: _number(value) for name, value in entry.items()})
 
@@ -224,8 +231,7 @@ def _layer(entry: dict[str, Any]) -> LayerProfile:
         "stats": {k: _numbers(TensorStats, v) for k, v in entry["stats"].items()},
     }
     for name in ("outputs", "inputs", "rows", "batches"):
-        if not isinstance(entry[name], int) or entry[name] < 0:
-            raise ValueError(f"{name} is {entry[name]!r}")
+        _whole(name, entry[name])
     for name in ("token_error", "tensor_error"):
         if entry[name] is not None:
             _number(entry[name])
