@@ -22,7 +22,7 @@ from hot_compile.errors import HotError
 from hot_compile.passes.crossing import Crossing, crossing
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
-from hot_compile.passes.observe import Observer, observe
+from hot_compile.passes.observe import Observation, observe
 from hot_compile.passes.partition import store
 from hot_compile.passes.patches import patches_as_products
 from hot_compile.passes.plan import Plan, Pricing, plan
@@ -59,7 +59,7 @@ class Context:
     """Digest of everything outside the graph that changes the code, for Inductor's cache key."""
     profile: Profile | None = None
     """What calibration measured of this model."""
-    observer: Observer | None = None
+    observation: Observation | None = None
     """Shown every layer's operands in each backward; the graph is then left exact."""
 
 
@@ -96,8 +96,8 @@ class JointPass(CustomGraphPass):
             if not sites:
                 return
             chosen = plan(sites, context.config, context.pricing, context.profile)
-            if context.observer is not None:
-                observe(graph, sites, context.observer, chosen)
+            if context.observation is not None:
+                observe(graph, sites, context.observation, chosen)
                 return
         except HotError:  # the user's mistake, e.g. a profile of another model
             raise

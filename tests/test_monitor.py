@@ -53,8 +53,9 @@ def test_reports_the_layers_own_strategy_every_n_steps(tmp_path):
         model.zero_grad()
         step(x).square().mean().backward()
     assert sorted(seen) == [3, 6]
-    assert set(seen[3]) == {"0", "2"}
-    assert set(seen[3]["2"]) == {"g_x", "g_w"}
+    assert set(seen[3]) == {"0", "2", "0.bias", "2.bias"}
+    assert set(seen[3]["2"]) == {"g_x", "g_w", "weight.grad"}
+    assert set(seen[3]["0.bias"]) == {"grad"}
     assert seen[3]["2"]["g_x"].snr > 30
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6]
@@ -122,9 +123,11 @@ def test_layers_take_turns(rotate):
     step = compiled(model, hot_compile.Monitor(every=1, rotate=rotate, callback=seen.__setitem__))
     for _ in range(5):
         step(x).square().mean().backward()
-    assert [len(seen[n]) for n in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    assert seen[1].keys() | seen[2].keys() == {"0", "2"}
-    assert seen[1].keys() == seen[3].keys()
+    own = {n: {layer for layer, sides in seen[n].items() if "g_w" in sides} for n in (1, 2, 3, 4)}
+    assert [len(layers) for layers in own.values()] == [1, 1, 1, 1]
+    assert own[1] | own[2] == {"0", "2"}
+    assert own[1] == own[3]
+    assert all("weight.grad" in seen[n][layer] for n in seen for layer in ("0", "2"))
 
 
 def test_only_one_forward_in_n_is_observed():
