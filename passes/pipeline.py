@@ -36,6 +36,10 @@ from hot_compile.passes.tolerance import crossers
 
 log = logging.getLogger("hot_compile")
 
+_TWIN_BUDGET = 0.3
+"""Share of its activations that an observed graph keeps; the rest it computes again. About what
+compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
+
 
 class Recorder(Protocol):
     """Where stages leave what they did."""
@@ -170,9 +174,14 @@ class Partitioner(CustomPartitionerFn):
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
 
         Inductor bans that by default, because an exact product reads such an x from memory anyway;
-        but what is stored compressed is restored by a pointwise kernel in any case.
+        but what is stored compressed is restored by a pointwise kernel in any case. An observed
+        graph, which stores nothing compressed, recomputes what it takes to hold no more than that.
         """
         plan, config = self._joint.plan, self._context.config
+        if self._context.observation is not None:
+            return functorch_config.patch(
+                ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
+            )
         changed = plan is not None and (plan.rewritten or config.memory is not Memory.OFF)
         if not changed or not config.recompute:
             return contextlib.nullcontext()
