@@ -16,6 +16,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
@@ -156,6 +157,8 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition: Callable = self._inner or min_cut_rematerialization_partition
+        if self._context.observation is not None:
+            _keep_random_draws(gm.graph)
         with self._recomputation():
             forward, backward = partition(gm, joint_inputs, **kwargs)
         shorten(backward.graph)
@@ -190,6 +193,14 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Key for Inductor's caches."""
         return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
+
+
+def _keep_random_draws(graph: fx.Graph) -> None:
+    """A backward that drew again would draw something else; Inductor's seeds are a few bytes."""
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _uuid(identity: str, others: Sequence[Any]) -> Any:

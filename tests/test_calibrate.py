@@ -99,10 +99,6 @@ def test_the_whole_steps_gradients_are_compared(profile):
     assert profile.gradients.keys() == {name for name, _ in Net().named_parameters()}
     real = {name: m for name, m in profile.gradients.items() if name != "fc1.bias"}  # normalised
     assert all(m.cosine > 0.98 and m.error < 0.2 for m in real.values())
-    exact = calibrate(
-        Net(), batches(1), loss_of, options={"recipe": "exact"}, progress=False
-    ).gradients
-    assert all(m.error < 1e-4 for name, m in exact.items() if name != "fc1.bias")
 
 
 def test_an_operator_that_inductor_decomposes():
