@@ -173,9 +173,11 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
     if notes.due is None or not _runs_operators(graph.example_inputs):
         return _final(graph, config, notes.profile, monitor)
     collector = Collector(config.rank)
-    watch = graph.watched(
-        config, notes.profile, collector, lambda *chosen: _final(graph, *chosen, monitor)
-    )
+
+    def finish(config: HotConfig, profile: Profile | None) -> Callable[..., Any]:
+        return _final(graph, config, profile, monitor)
+
+    watch = graph.watched(config, notes.profile, collector, finish)
     return Observing(watch.usual, watch, collector, config, notes)
 
 

@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -140,21 +141,22 @@ def observe(
             continue
         weight_is_io = isinstance(site.nodes, SiteNodes) and site.nodes.weight_is_io
         place = observation.add(_layer(site, decisions.get(site.name)), weight_is_io)
-        before, *operands = _operands(site.nodes)
+        before, operands = _operands(site.nodes)
         emit = Emitter(graph, before, before)
         seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=site.device)
         emit(torch.ops.hot.observe.default, seen, *operands, observation.number, place)
     graph.lint()
 
 
-def _operands(nodes: SiteNodes | ConvNodes) -> tuple[fx.Node | None, ...]:
-    """(the first product, g_y, W or None, x or None)."""
+def _operands(nodes: SiteNodes | ConvNodes) -> tuple[fx.Node, tuple[Any, ...]]:
+    """(the first product, (g_y, W or None, x or None))."""
     if isinstance(nodes, ConvNodes):
         g, x, weight, *_ = nodes.backward.args
-        return nodes.backward, g, weight, x  # type: ignore[return-value]
+        return nodes.backward, (g, weight, x)
     first = min(node for node in (nodes.grad_input, nodes.grad_weight) if node is not None)
     weight = nodes.weight if nodes.grad_input is not None else None
-    return first, nodes.grad_output, weight, nodes.x if nodes.grad_weight is not None else None
+    x = nodes.x if nodes.grad_weight is not None else None
+    return first, (nodes.grad_output, weight, x)
 
 
 def _layer(site: Site, decision: Decision | None) -> Layer:
