@@ -17,9 +17,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from .inspect import Reports, megabytes, unchanged
+from .backend import hot
+from .inspect import megabytes, unchanged
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .passes.storage.record import Crossing
+from .record import Reports
 from .tables import PlainTable
 
 _STOCK = ("exact", "exact+recompute")
@@ -145,8 +147,6 @@ def memory_report(
     Returns:
         A :class:`MemoryReport`: printable, ``to_json()``, ``save_json(path)``, ``save_png(path)``.
     """
-    from .backend import hot  # the backend imports inspect, as this module does
-
     reports = Reports()
     ours = functools.partial(hot, options=options, recorder=reports)
     loss_of = loss_fn or _mean_square

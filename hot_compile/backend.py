@@ -14,20 +14,21 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .auto import Notes, Observing, code_being_compiled, graph_digest, twin
-from .calibration import Collector
+from .auto import Notes, Observing, code_being_compiled, graph_digest
+from .collector import Collector
 from .config import OBJECTS, HotConfig, option_names, split_options
 from .errors import OptionError, PassDisabledError
-from .inspect import Dump, run_uncompiled
 from .monitor import Gauge, Monitor, Watched, monitor_of
 from .passes.devices import pricing
 from .passes.graph import clean_path, module_path
 from .passes.match import GraphInputs
-from .passes.observe import Observer
+from .passes.observe import Observation, Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
+from .record import Dump
 from .runtime.providers import runtime_version
 from .schedule import Scheduled, current_bits
+from .watching import Twin, Watch, twin
 
 _DISABLING = "use_joint_graph_passes"
 
@@ -53,8 +54,8 @@ def hot(
         options: ours (see ``HotConfig``) and Inductor's, mixed.
         recorder: told of every stage of every graph (used by ``explain``); by default one that
             writes to the folder of option ``dump`` or HOT_DUMP, if any.
-        observer: shown every layer's operands in each backward; the gradients are then exact, and
-            ``inner_compile`` must be one that runs the graphs as they are.
+        observer: shown every layer's operands in each backward, and how far the gradients are from
+            exact. Used by ``calibrate``; option ``lqs`` is not heeded then.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
 
     Raises:
@@ -69,12 +70,12 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-    graph = _Graph(gm, example_inputs, inner_compile, patches, recorder, config)
+    graph = _Graph(gm, example_inputs, _graph_inputs(gm), inner_compile, patches, recorder, config)
     if config.lqs == "auto" and observer is None:
         return _auto(graph, config, monitor)
     profile = Profile.load(config.profile) if config.profile else None
     if observer is not None:
-        return graph.compile(config, profile, observer)
+        return graph.watched(config, profile, observer, graph.finished)
     return _final(graph, config, profile, monitor)
 
 
@@ -87,6 +88,7 @@ class _Graph:
 
     gm: fx.GraphModule
     example_inputs: Sequence[Any]
+    inputs: GraphInputs
     inner_compile: Callable[..., Any]
     patches: dict[str, Any]
     recorder: Recorder | None
@@ -94,26 +96,28 @@ class _Graph:
     """The user's options; a monitor adds to them."""
 
     def compile(
-        self, config: HotConfig, profile: Profile | None = None, observer: Observer | None = None
+        self,
+        config: HotConfig,
+        profile: Profile | None = None,
+        observation: Observation | None = None,
     ) -> Any:
         """The graph as ``config`` and ``profile`` say, reported to the recorder and dumped.
 
-        With ``observer``: exact, its layers shown to the observer, and not reported.
+        With ``observation``: exact, its layers shown, and not reported.
         """
         patches = dict(self.patches)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
-        recorder = Dump() if observer else self.recorder or Dump(dump)
-        if dump or self.recorder or observer:
+        recorder = Dump() if observation else self.recorder or Dump(dump)
+        if dump or self.recorder or observation:
             patches["force_disable_caches"] = True  # on a cache hit no pass runs: none to report
-        inputs = _graph_inputs(self.gm)
         context = Context(
             config=config,
-            inputs=inputs,
+            inputs=self.inputs,
             pricing=pricing,
             recorder=recorder,
-            identity=_identity(self.gm, config, inputs, self.example_inputs, profile),
+            identity=_identity(self.gm, config, self.inputs, self.example_inputs, profile),
             profile=profile,
-            observer=observer,
+            observation=observation,
             asked=self.asked,
         )
         joint = JointPass(context, _existing_passes(patches))
@@ -124,6 +128,24 @@ class _Graph:
             patches["force_disable_caches"] = True
         patches["custom_partitioner_fn"] = partitioner
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
+
+    def watched(
+        self,
+        config: HotConfig,
+        profile: Profile | None,
+        observer: Observer,
+        finish: Callable[[HotConfig, Profile | None], Callable[..., Any]],
+    ) -> Watch:
+        """What ``finish`` makes of the graph, to be compared with an exact twin where called."""
+        patches = {**self.patches, "triton.cudagraphs": False}  # an observer is Python
+        bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
+
+        def compile_twin(gm: fx.GraphModule, fakes: Sequence[Any], seen: Observation) -> Any:
+            other = dataclasses.replace(bare, gm=gm, example_inputs=fakes, patches=patches)
+            return other.compile(config, profile, seen)
+
+        exact = Twin(twin(self.gm), compile_twin, observer)
+        return Watch(finish(config, profile), exact, self.inputs.parameters, observer)
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good: compiled once, or once for every width of a schedule.
@@ -146,27 +168,33 @@ class _Graph:
 def _final(
     graph: _Graph, config: HotConfig, profile: Profile | None, monitor: Monitor | None
 ) -> Callable[..., Any]:
-    """The graph for good, watched if asked; layers that were found wanting stay exact."""
+    """The graph for good, watched if asked; what was found wanting is done more exactly."""
     if monitor is None:
         return graph.finished(config, profile)
-    config, gauge = monitor.applied(config), Gauge(monitor.rotate)
-    other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
-    observed = other.compile(config, profile, gauge)
-    usual = graph.finished(config, profile)
-    return Watched(usual, observed, gauge, monitor, code_being_compiled())
+    config, gauge = monitor.applied(config, graph.inputs.parameters), Gauge(monitor.rotate)
+    watch = graph.watched(config, profile, gauge, graph.finished)
+    return Watched(watch.usual, watch, gauge, monitor, code_being_compiled(), config)
 
 
 def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:
     """The graph by what was observed of it so far, to be observed again while that is due."""
-    digest = graph_digest(graph.gm, _graph_inputs(graph.gm).parameters, config.rank)
+    digest = graph_digest(graph.gm, graph.inputs.parameters, config.rank)
     notes = Notes(config, digest)
-    if notes.due is None:
+    if notes.due is None or not _runs_operators(graph.example_inputs):
         return _final(graph, config, notes.profile, monitor)
     collector = Collector(config.rank)
-    other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
-    observed = other.compile(config, notes.profile, collector)
-    usual = _final(graph, config, notes.profile, monitor)
-    return Observing(usual, observed, collector, config, notes)
+
+    def finish(config: HotConfig, profile: Profile | None) -> Callable[..., Any]:
+        return _final(graph, config, profile, monitor)
+
+    watch = graph.watched(config, notes.profile, collector, finish)
+    return Observing(watch.usual, watch, collector, config, notes)
+
+
+def _runs_operators(example_inputs: Sequence[Any]) -> bool:
+    """Every device has a runtime: else nothing is rewritten, and there is nothing to choose."""
+    devices = {str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)}
+    return not any(isinstance(pricing(torch.device(device)), str) for device in devices)
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
