@@ -2,11 +2,14 @@
 
 The partitioner may save what a norm or a softmax starts from, and recompute the norm in the
 backward. Rounded there, the difference with the mean loses its digits; rounded after it, nothing is
-lost. So the recomputed node itself, or one that all its readers go through, is saved: in place of
-the tensor where nothing else reads that, else beside it, if both rounded take no more than it does.
+lost. So the recomputed node itself, what it reads, or one that all its readers go through, is
+saved: in place of the tensor where nothing else reads that, else beside it, if all of them rounded
+take no more than it does.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 import networkx as nx
 import torch
@@ -16,14 +19,15 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from hot_compile.passes.graph import is_tangent, placeholders, returned
 from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.site import bytes_of, hint
-from hot_compile.passes.storage.crossers import Crosser, Judge, base, saved_pairs
+from hot_compile.passes.storage.crossers import Judge, base, saved_pairs
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.readers import read
 from hot_compile.passes.storage.schemes import Scheme
 
 _READERS = "readers"
 """The node of the recomputed graph that stands for all its readers."""
-_MOST_CUTS = 3
+_MOST_CUTS = 2
+_LOOK_BACK = 3
 
 
 def advance(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge) -> int:
@@ -66,6 +70,16 @@ def _bottlenecks(start: fx.Node, judge: Judge) -> list[fx.Node]:
     return path
 
 
+def _made_of(node: fx.Node) -> list[fx.Node]:
+    """The last few recomputed values that ``node`` is made of, the nearest first."""
+    found: dict[fx.Node, None] = {}
+    level = [node]
+    for _ in range(_LOOK_BACK):
+        level = [n for last in level for n in last.all_input_nodes if n.op == "call_function"]
+        found.update(dict.fromkeys(level))
+    return list(found)
+
+
 class _Cut:
     """What the forward returns for the backward, and the backward's placeholders, in step."""
 
@@ -85,42 +99,53 @@ class _Cut:
 
         Empty if it need not anyway, or if that would take more than it does as it is.
         """
-        cuts: list[tuple[fx.Node, fx.Node]] = []
-        known, cost = self._judge.facts, 0
-        if self._judge.unfit(saved):
+        if self._judge.unfit(saved) or not read(restored, self._judge.facts).refusal:
             return []
-        reading = read(restored, known)
-        while reading.refusal:
-            found = self._tolerant(saved, reading.culprit)
-            if found is None or len(cuts) == _MOST_CUTS:
-                return []
-            crosser = found
-            cuts.append((crosser.saved, crosser.restored))
-            cost += packed_bytes(in_memory(crosser.saved), crosser.schemes[1])
-            reading = read(restored, known, {later for _, later in cuts})
+        cuts = self._cuts(restored, saved, frozenset())
         if not cuts:
             return []
-        rest = self._judge(saved, restored, {later for _, later in cuts})
-        if reading.readers:
-            if rest.schemes == (Scheme.EXACT,):
-                return []
-            cost += packed_bytes(in_memory(saved), rest.schemes[1])
-        return cuts if cost <= bytes_of(saved.meta["val"]) else []
+        pairs = [(self._made[later.name], later) for later in sorted(cuts)]
+        rest = [(saved, restored)] if read(restored, self._judge.facts, cuts).readers else []
+        crossers = [self._judge(there, later, cuts) for there, later in (*pairs, *rest)]
+        if any(c.schemes == (Scheme.EXACT,) for c in crossers):
+            return []
+        cost = sum(packed_bytes(in_memory(c.saved), c.schemes[1]) for c in crossers)
+        return pairs if cost <= bytes_of(saved.meta["val"]) else []
 
-    def _tolerant(self, saved: fx.Node, culprit: fx.Node | None) -> Crosser | None:
-        """What to save of what ``culprit`` makes."""
-        if culprit is None or culprit.op != "call_function":
-            return None
-        if culprit in self._judge.facts.gradients:
-            return None
-        for later in _bottlenecks(culprit, self._judge):
+    def _cuts(
+        self, root: fx.Node, saved: fx.Node, cuts: frozenset[fx.Node]
+    ) -> frozenset[fx.Node] | None:
+        """``cuts`` and what else to save so that ``root`` need not be exact; None: impossible."""
+        while len(cuts) <= _MOST_CUTS:
+            reading = read(root, self._judge.facts, cuts)
+            if not reading.refusal:
+                return cuts
+            candidates = self._candidates(saved, reading.culprit)
+            tried = (self._cuts(n, saved, cuts | {n}) for n in candidates if n not in cuts)
+            possible = [found for found in tried if found and self._tolerant(found - cuts, found)]
+            if not possible:
+                return None
+            cuts = min(possible, key=len)
+        return None
+
+    def _tolerant(self, nodes: Set[fx.Node], cuts: Set[fx.Node]) -> bool:
+        """None of ``nodes`` need be exact where ``cuts`` are saved."""
+        judged = (self._judge(self._made[node.name], node, cuts) for node in nodes)
+        return all(crosser.schemes != (Scheme.EXACT,) for crosser in judged)
+
+    def _candidates(self, saved: fx.Node, culprit: fx.Node | None) -> list[fx.Node]:
+        """What could be saved beside ``saved``, which ``culprit`` does not want rounded."""
+        gradients = self._judge.facts.gradients
+        if culprit is None or culprit.op != "call_function" or culprit in gradients:
+            return []
+        before, found = _made_of(culprit), []
+        for later in (*_bottlenecks(culprit, self._judge), *before):
             there = self._made.get(later.name)
             if there is None or not _replaces(there, later, saved):
                 continue
-            crosser = self._judge(there, later)
-            if base(there) not in self._seen_by_user and crosser.schemes != (Scheme.EXACT,):
-                return crosser
-        return None
+            if base(there) not in self._seen_by_user and not self._judge.unfit(there):
+                found.append(later)
+        return found
 
     def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> None:
         """Return ``there`` beside ``saved``, and let it arrive where it was recomputed."""

@@ -199,8 +199,9 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
     """What the readers allow, finest first, whatever the tensor's layout."""
     if reading.channel:
         return (Scheme.EXACT, Scheme.CHANNELS8)
-    if reading.fine:
-        return (Scheme.EXACT, Scheme.GROUPS12)
+    if reading.fine:  # on a uniform grid, which only a multiple of the tensor tolerates
+        assert reading.chain is not None
+        return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain else _EXACT
     lies_in_rows = isinstance(layout_of(in_memory(saved), Scheme.ROWS8), Layout)
     along_rows = lies_in_rows and not reading.batched
     eight = Scheme.ROWS8 if along_rows else Scheme.GROUPS8
@@ -219,6 +220,7 @@ def _fitting(crosser: Crosser) -> Crosser:
         else:
             problem = layout
     if len(kept) == 1:
+        problem = problem or "a function of it meets a softmax"
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
 

@@ -7,6 +7,7 @@ one kernel that reads the tensor once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ _TINY = 2.0**-120
 _UPPER_HALF = -0x10000
 """Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
 _NAN_WORD = 0x7FC00000
-_STEPS12 = 2047
+_STEPS12 = 2046
 _STEPS4 = 15
 _ZERO6 = 32
 """What is added to a 6-bit code, so that it has no sign."""
@@ -60,9 +61,8 @@ def pack(
         given = None if mean is None else emit.permute(mean, layout.order)
         values, width, centre = _centred(emit, values, layout.over, given)
     else:
-        width = emit(aten.amax.default, emit(aten.abs.default, values), list(layout.over), True)
-    word = _scale_word(emit, width, steps=1)
-    scale = _as_float(emit, word)
+        width = emit(aten.amax.default, _finite_size(emit, values), list(layout.over), True)
+    scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
     if scheme.spec.unit is Unit.CHANNEL:  # found in another kernel than the one that applies it
         reciprocal = emit.from_memory(reciprocal)
@@ -129,27 +129,57 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
     return emit(aten.add.Tensor, values, centre[0]) if centre else values
 
 
+def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
+    """Magnitudes; 0 for what is not finite, whose neighbours keep their digits."""
+    size = emit(aten.abs.default, values)
+    finite = emit(aten.lt.Scalar, size, math.inf)
+    return emit(aten.where.self, finite, size, _constant(emit, 0.0, like=size))
+
+
 def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) -> fx.Node:
     """``values`` over their scale -> codes from ``-levels`` to ``levels``, whole numbers in fp32:
-    fourth roots, rounded."""
+    fourth roots, rounded. One more is infinity, and -levels - 2 is NaN."""
     share = emit(aten.mul.Tensor, values, reciprocal)
-    root = emit(aten.sqrt.default, emit(aten.sqrt.default, emit(aten.abs.default, share)))
-    size = emit(aten.round.default, emit(aten.mul.Tensor, root, float(levels)))
-    return emit(aten.mul.Tensor, size, emit(aten.sign.default, share))
+    size = emit(aten.abs.default, share)
+    root = emit(aten.sqrt.default, emit(aten.sqrt.default, size))
+    step = emit(aten.round.default, emit(aten.mul.Tensor, root, float(levels)))
+    step = emit(aten.minimum.default, step, _constant(emit, levels + 1.0, like=step))
+    code = emit(aten.mul.Tensor, step, emit(aten.sign.default, share))
+    return _or_nan(emit, code, share, -levels - 2.0)
+
+
+def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: float) -> fx.Node:
+    """``code``, but ``nan`` where ``share`` is not a number."""
+    number = emit(aten.eq.Tensor, share, share)
+    return emit(aten.where.self, number, code, _constant(emit, nan, like=code))
 
 
 def _decode(emit: Emitter, code: fx.Node, scale: fx.Node, levels: int) -> fx.Node:
     """Fourth powers of ``code`` over ``levels``, with its sign, times ``scale``; fp32."""
-    share = emit(aten.mul.Tensor, emit.cast(code, torch.float32), 1.0 / levels)
+    code = emit.cast(code, torch.float32)
+    share = emit(aten.mul.Tensor, code, 1.0 / levels)
     signed = emit(aten.mul.Tensor, share, emit(aten.abs.default, share))
     power = emit(aten.mul.Tensor, signed, emit(aten.mul.Tensor, share, share))
-    return emit(aten.mul.Tensor, power, emit.cast(scale, torch.float32))
+    value = emit(aten.mul.Tensor, power, emit.cast(scale, torch.float32))
+    return _or_special(emit, code, value, levels)
+
+
+def _or_special(emit: Emitter, code: fx.Node, value: fx.Node, levels: int) -> fx.Node:
+    """``value``, but infinity or NaN where ``code`` (fp32) says so."""
+    infinite = emit(aten.mul.Tensor, code, math.inf)
+    nan = emit(aten.le.Scalar, code, -levels - 2.0)
+    special = emit(aten.where.self, nan, _constant(emit, math.nan, like=value), infinite)
+    usual = emit(aten.le.Scalar, emit(aten.abs.default, code), float(levels))
+    return emit(aten.where.self, usual, value, special)
 
 
 def _centred(
     emit: Emitter, values: fx.Node, over: Sequence[int], mean: fx.Node | None
 ) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]]:
-    """(values less their channel's mean, the largest of these, the mean)."""
+    """(values less their channel's mean, the largest of these, the mean).
+
+    A channel whose mean is not finite is lost; a batch norm loses it, too.
+    """
     dims = list(over)
     mean = emit(aten.mean.dim, values, dims, True) if mean is None else mean
     high = emit(aten.amax.default, values, dims, True)
@@ -170,7 +200,7 @@ def _pieces(emit: Emitter, x: fx.Node, count: int) -> list[fx.Node]:
 
 
 def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
-    largest, *rest = (emit(aten.abs.default, piece) for piece in pieces)
+    largest, *rest = (_finite_size(emit, piece) for piece in pieces)
     for other in rest:
         largest = emit(aten.maximum.default, largest, other)
     return emit(aten.amax.default, largest, [-2], True)
@@ -179,12 +209,15 @@ def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
 def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     """(upper 8 bits of the first half, of the second; lower 4 bits of both; scale)."""
     pieces = _pieces(emit, x, 2)
-    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces), _STEPS12))
+    width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
+    scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
     upper, lower = [], []
     for piece in pieces:
-        step = emit(aten.round.default, emit(aten.mul.Tensor, piece, reciprocal))
-        step = emit.cast(step, torch.int32)
+        share = emit(aten.mul.Tensor, piece, reciprocal)
+        step = emit(aten.round.default, share)
+        step = emit(aten.clamp.default, step, -_STEPS12 - 1.0, _STEPS12 + 1.0)
+        step = emit.cast(_or_nan(emit, step, share, -_STEPS12 - 2.0), torch.int32)
         high = emit(aten.bitwise_right_shift.Tensor_Scalar, step, 4)  # keeps the sign
         upper.append(emit.cast(high, torch.int8))
         lower.append(emit(aten.bitwise_and.Scalar, step, 15))
@@ -201,14 +234,15 @@ def _unpack_12(
     upper = emit(aten.mul.Tensor, upper, 16)
     shift = emit(aten.mul.Tensor, half, 4)
     step = emit(aten.add.Tensor, upper, _field(emit, _beside(emit, lower), shift, bits=4))
-    values = emit.cast(_side_by_side(emit, step), torch.float32)
-    return emit(aten.mul.Tensor, values, emit.cast(scale, torch.float32))
+    step = emit.cast(_side_by_side(emit, step), torch.float32)
+    value = emit(aten.mul.Tensor, step, emit.cast(scale, torch.float32))
+    return _or_special(emit, step, value, _STEPS12)
 
 
 def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     """(upper 4 bits of pieces 0 and 1, of 2 and 3; lower 2 bits of all four; scale)."""
     pieces = _pieces(emit, x, 4)
-    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces), steps=1))
+    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
     codes = [_encode(emit, piece, reciprocal, levels) for piece in pieces]
@@ -283,7 +317,8 @@ def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
     minimum_word = _minimum_word(emit, low)
     minimum = _as_float(emit, minimum_word)
-    scale_word = _scale_word(emit, emit(aten.sub.Tensor, high, minimum), _STEPS4)
+    width = emit(aten.mul.Tensor, emit(aten.sub.Tensor, high, minimum), 1 / _STEPS4)
+    scale_word = _scale_word(emit, width)
     reciprocal = _reciprocal(emit, _as_float(emit, scale_word))
 
     def nibble(values: fx.Node) -> fx.Node:
@@ -306,14 +341,14 @@ def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
     return emit(aten.add.Tensor, scaled, minimum)
 
 
-def _scale_word(emit: Emitter, width: fx.Node, steps: int) -> fx.Node:
-    """Bits of ``width / steps`` rounded up to bf16, NaN unless ``width`` is finite.
+def _scale_word(emit: Emitter, width: fx.Node) -> fx.Node:
+    """Bits of ``width`` rounded up to bf16, NaN unless it is finite.
 
     Rounded by hand, on the bits: Inductor keeps a value it casts to bf16 and back in fp32.
     """
-    bits = _as_int(emit, width if steps == 1 else emit(aten.mul.Tensor, width, 1 / steps))
+    bits = _as_int(emit, width)
     up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), _UPPER_HALF)
-    finite = emit(aten.lt.Scalar, width, float("inf"))
+    finite = emit(aten.lt.Scalar, width, math.inf)
     return emit(aten.where.self, finite, up, _constant(emit, _NAN_WORD, like=bits))
 
 
@@ -328,7 +363,7 @@ def _constants(emit: Emitter, like: fx.Node) -> tuple[fx.Node, fx.Node]:
     return _constant(emit, 0xFFFF, like), _constant(emit, 0, like)
 
 
-def _constant(emit: Emitter, value: int, like: fx.Node) -> fx.Node:
+def _constant(emit: Emitter, value: float, like: fx.Node) -> fx.Node:
     fake = like.meta["val"]
     return emit(
         aten.full.default, [], value, dtype=fake.dtype, device=fake.device, pin_memory=False

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, closure, is_tangent, strip
+from hot_compile.passes.graph import (
+    CASTS,
+    CHANNEL_DIM,
+    IMAGE_DIMS,
+    VIEWS,
+    aten,
+    closure,
+    is_tangent,
+    placeholders,
+    strip,
+)
 from hot_compile.passes.site import hint
 from hot_compile.passes.storage.chain import Chain
 
@@ -63,6 +73,10 @@ LINEAR_IN_GRADIENT = {
     *_FUSED,
 }
 """Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default}
+_FACTORS = {aten.mul.Tensor, aten.neg.default}
+_FEW = 16
+"""Elements of a norm's row below which its gradient may be smaller than its terms' errors."""
 REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.sum.default,
@@ -107,8 +121,8 @@ class Facts:
     gradients: Set[fx.Node]
     """What depends on a tangent."""
     settled: Callable[[fx.Node, int], bool]
-    """Whether a gradient node comes after a product of the backward, or after a tangent of at least
-    so many elements: not a loss's own derivative."""
+    """Whether a gradient node comes after a layer's product (one with parameters), or after a
+    tangent of at least so many elements: not a loss's own derivative."""
     activations: Set[str]
     """Names of placeholders that hold more than functions of parameters."""
 
@@ -117,7 +131,8 @@ def facts(backward: fx.Graph, activations: Set[str]) -> Facts:
     """Gather what ``read`` needs."""
     tangents = [node for node in backward.nodes if is_tangent(node)]
     gradients = closure(tangents)
-    products = [n for n in gradients if _is_product(n) or _is_attention(n)]
+    data = closure(n for n in placeholders(backward) if n.name in activations or is_tangent(n))
+    products = [n for n in gradients if _is_product(n) and set(n.all_input_nodes) - data]
     after_products = closure(products)
     by_size = {t: closure([t]) for t in tangents if isinstance(t.meta.get("val"), torch.Tensor)}
 
@@ -195,6 +210,9 @@ class _Reader:
 
     def _step(self, node: fx.Node, user: fx.Node) -> None:
         """One recomputed pointwise operator."""
+        if not isinstance(user.meta["val"], torch.Tensor):
+            self._refuse(f"read by {user.target}, not known to tolerate rounding")
+            return
         result = user.meta["val"]
         if (
             self._elements < hint(result.numel())
@@ -240,22 +258,41 @@ class _Reader:
         if _is_attention(user):
             self._attention(node, user)
         elif user.target in BATCHED:
-            self.reading.batched = True
+            self.reading.batched = self.reading.fine = True
             self._chain.end(node)
         elif user.target in PRODUCTS or getattr(user.target, "namespace", "") == "hot":
             self._product(node)
         elif not self._known.settled(user, self._elements):
-            self._refuse("read before the first product of the backward: a loss stays exact")
+            self._refuse("read before the first layer's backward: a loss stays exact")
         elif user.target is aten.native_batch_norm_backward.default:
             self.reading.channel = True
         elif user.target in LINEAR_IN_GRADIENT or user.target in VIEWS | CASTS | MOVES:
             inverse = user.target is aten.div.Tensor and user.args[1] is node
             self._refuse(self._chain.end(node, inverse=inverse))
-            for reduction in user.users:
-                if reduction.target in REDUCTIONS:
-                    self._note_rows(reduction)
+            self._meet_gradient(node, user)
         else:
             self._refuse(f"read by {user.target}, not known to tolerate rounding")
+
+    def _meet_gradient(self, node: fx.Node, product: fx.Node) -> None:
+        """``product`` is a gradient's with ``node``: a norm or a softmax may follow."""
+        known = self._known.gradients
+        for reduction in _through_views(product):
+            if reduction.target not in REDUCTIONS:
+                continue
+            self._note_rows(reduction)
+            summed = self._elements // max(1, hint(reduction.meta["val"].numel()))
+            if summed < _FEW and reduction.op == "call_function":
+                self._refuse("a norm over few elements: what it leaves may be less than the error")
+        if not self.reading.channel and _cancels(product, known):
+            self._centre(node)
+        self.reading.fine |= _is_softmax(node, product, known)
+
+    def _centre(self, node: fx.Node) -> None:
+        """The backward takes a mean from it, in what it makes with the gradient."""
+        if len(node.meta["val"].shape) >= IMAGE_DIMS and self._chain.by_channel(node):
+            self.reading.channel = True  # coded by the distance from the channel's mean
+        else:
+            self._refuse("its mean is taken from it, after it met the gradient")
 
     def _product(self, node: fx.Node) -> None:
         self.reading.product |= strip(node, VIEWS | CASTS | MOVES) is self._root
@@ -293,6 +330,84 @@ def _downstream(root: fx.Node, gradients: Set[fx.Node], cuts: Set[fx.Node]) -> I
         if user in read:
             read.add(node)
     yield from sorted(read - {root})
+
+
+_FOLLOWED = VIEWS | CASTS | REDUCTIONS | _FACTORS | {aten.div.Tensor, aten.squeeze.dims}
+
+
+def _through_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Readers of ``node``, seen through views."""
+    for user in node.users:
+        if user.target in VIEWS:
+            yield from _through_views(user)
+        else:
+            yield user
+
+
+def _is_softmax(node: fx.Node, product: fx.Node, gradients: Set[fx.Node]) -> bool:
+    """``product``, of ``node`` and a gradient, meets another product of ``node``.
+
+    p g - p sum(p g): where p is close to 1, what is left is as small as 1 - p.
+    """
+    for user in product.users:
+        if user not in gradients or user.target not in _SUMS | _FUSED:
+            continue
+        for other in user.all_input_nodes:
+            sources = other.all_input_nodes if other.target in _FACTORS else [other]
+            if other is not product and (node in sources or _negated(node) in sources):
+                return True
+    return False
+
+
+def _negated(node: fx.Node) -> fx.Node | None:
+    return next((user for user in node.users if user.target is aten.neg.default), None)
+
+
+def _cancels(product: fx.Node, gradients: Set[fx.Node]) -> bool:
+    """``product``, of a gradient and a saved tensor, meets what may cancel the tensor's mean.
+
+    A norm that keeps the tensor itself, not the tensor less its mean, makes sums of products with
+    the gradient, and takes from these what the mean alone would give; or it adds to the product
+    something that is broadcast.
+    """
+    for user in _through_views(product):
+        if user.target in REDUCTIONS and any(_met(user, u, gradients) for u in _followed(user)):
+            return True
+        if user.target in _SUMS and _met(product, user, gradients):
+            others = [n for n in user.all_input_nodes if n is not product]
+            if any(_is_broadcast(n, product) for n in others):
+                return True
+    return False
+
+
+def _followed(statistic: fx.Node) -> Iterator[fx.Node]:
+    """Sums that ``statistic`` or a multiple of it enters, of its own size."""
+    stack, seen = [statistic], {statistic}
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            if user.target in _SUMS:
+                yield user
+            elif user.target in _FOLLOWED and not _is_larger(user, statistic):
+                stack.append(user)
+
+
+def _is_larger(node: fx.Node, than: fx.Node) -> bool:
+    return hint(node.meta["val"].numel()) > hint(than.meta["val"].numel())
+
+
+def _met(node: fx.Node, total: fx.Node, gradients: Set[fx.Node]) -> bool:
+    """``total`` adds another gradient tensor to what is made of ``node``, no larger than it."""
+    sizes = [hint(n.meta["val"].numel()) for n in total.all_input_nodes if n in gradients]
+    return len(sizes) > 1 and max(sizes) <= hint(node.meta["val"].numel())
+
+
+def _is_broadcast(node: fx.Node, like: fx.Node) -> bool:
+    """``node`` repeats fewer numbers than ``like`` has elements."""
+    source = strip(node, VIEWS)
+    return 2 * hint(source.meta["val"].numel()) <= hint(like.meta["val"].numel())
 
 
 def kept_dims(reduction: fx.Node) -> set[int]:

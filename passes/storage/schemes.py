@@ -89,21 +89,21 @@ class Spec:
     parameter_bytes: int
     """Of what shares a scale."""
     levels: int
-    """Codes of one sign; 0: not coded by its root."""
+    """Codes of one sign, 0: not coded by its root. The next is infinity, and -levels - 2 is NaN."""
     error: float
     """Relative error (RMS over RMS) of normally distributed values."""
 
 
 SPECS: dict[Scheme, Spec] = {
     Scheme.EXACT: Spec(Unit.NONE, 0, 0, 0, 0.0),
-    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 127, 0.012),
-    Scheme.ROWS8_MASK: Spec(Unit.ROW, 8, 2, 63, 0.024),
-    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 127, 0.011),
-    Scheme.GROUPS8_MASK: Spec(Unit.GROUP, 8, 2, 63, 0.022),
-    Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 127, 0.013),
-    Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 63, 0.026),
+    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012),
+    Scheme.ROWS8_MASK: Spec(Unit.ROW, 8, 2, 62, 0.024),
+    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011),
+    Scheme.GROUPS8_MASK: Spec(Unit.GROUP, 8, 2, 62, 0.022),
+    Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 126, 0.013),
+    Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 62, 0.026),
     Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004),
-    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 31, 0.045),
+    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046),
     Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1),
     Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0),
 }
