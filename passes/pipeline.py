@@ -1,4 +1,9 @@
-"""The stages as Inductor hooks: one joint-graph pass (match, plan, rewrite) and one partitioner."""
+"""The pipeline: which steps there are, in which order, and the two Inductor hooks they run in.
+
+A step is timed, counted and traced: ``TORCH_LOGS=hot_compile`` says in one line what each graph's
+steps did, ``+hot_compile`` in one line a step, and with ``TORCH_TRACE`` tlparse shows every graph
+that a step changed, the plan and what crosses.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +24,27 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
+from hot_compile.passes.cost import Rates
 from hot_compile.passes.crossing import Crossing, crossing
+from hot_compile.passes.exact_forms import Candidate, candidates, take
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
+from hot_compile.passes.pack import Scheme
 from hot_compile.passes.partition import store
-from hot_compile.passes.patches import patches_as_products
-from hot_compile.passes.plan import Plan, Pricing, plan
+from hot_compile.passes.plan import Plan, Prices, plan
 from hot_compile.passes.plan_memory import plan_storage
-from hot_compile.passes.pools import gather_pool_gradients
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
-from hot_compile.passes.shorten import shorten
-from hot_compile.passes.stems import stems_over_blocks
-from hot_compile.passes.tolerance import crossers
+from hot_compile.passes.site import Site
+from hot_compile.passes.steps import Step, run, traced
+from hot_compile.passes.tolerance import Crosser, crossers
 
 log = logging.getLogger("hot_compile")
+
+
+Pricing = Callable[[torch.device], Rates | str]
+"""Rates of a device, or the reason why nothing can run there."""
 
 
 class Recorder(Protocol):
@@ -67,17 +77,132 @@ class Context:
 def sources_hash() -> str:
     """Digest of this package's own source, so that an upgrade never hits an old cache entry."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-class JointPass(CustomGraphPass):
-    """match -> plan -> rewrite on the joint graph, after whatever pass the user had there.
+@dataclasses.dataclass
+class Joint:
+    """What the steps on a joint graph hand on."""
 
-    Then what stays exact and has a faster form that is as exact (``patches_as_products``,
-    ``stems_over_blocks``, ``gather_pool_gradients``).
-    """
+    context: Context
+    graph: fx.Graph
+    sites: list[Site] = dataclasses.field(default_factory=list)
+    found: list[Candidate] = dataclasses.field(default_factory=list)
+    prices: Prices = dataclasses.field(default_factory=dict)
+    plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
+
+
+def _match(joint: Joint) -> int:
+    joint.sites = match(joint.graph, joint.context.inputs)
+    return len(joint.sites)
+
+
+def _candidates(joint: Joint) -> int:
+    joint.found = candidates(joint.graph)
+    return len(joint.found)
+
+
+def _price(joint: Joint) -> int:
+    devices = {site.device for site in joint.sites}
+    joint.prices = {device: joint.context.pricing(device) for device in devices}
+    return len(devices)
+
+
+def _plan(joint: Joint) -> int:
+    context = joint.context
+    args = (joint.sites, context.config, joint.prices, context.profile, joint.found)
+    joint.plan = plan(*args)
+    return len(joint.plan.rewritten)
+
+
+def _rewrite(joint: Joint) -> int:
+    pin = not joint.context.config.recompute
+    joint.plan = rewrite(joint.graph, joint.sites, joint.plan, pin)
+    return len(joint.plan.rewritten)
+
+
+def _exact_forms(joint: Joint) -> int:
+    forms = take(joint.graph, joint.found, joint.plan.exact_forms)
+    joint.plan = dataclasses.replace(joint.plan, exact_forms=forms)
+    return sum(form.taken for form in forms)
+
+
+def _observe(joint: Joint) -> int:
+    assert joint.context.observer is not None
+    observe(joint.graph, joint.sites, joint.context.observer, joint.plan)
+    return len(joint.sites)
+
+
+@dataclasses.dataclass
+class Partitioned:
+    """What the steps on a partitioned graph hand on."""
+
+    context: Context
+    plan: Plan | None
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+    found: list[Crosser] = dataclasses.field(default_factory=list)
+    chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
+    stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
+
+
+def _layouts(cut: Partitioned) -> int:
+    mark_channels_last(cut.forward)
+    return 0
+
+
+def _crossers(cut: Partitioned) -> int:
+    config, inputs = cut.context.config, cut.context.inputs
+    graphs = (cut.forward.graph, cut.backward.graph)
+    cut.found = crossers(*graphs, cut.num_fwd_outputs, inputs, config.memory_min_bytes)
+    return len(cut.found)
+
+
+def _plan_storage(cut: Partitioned) -> int:
+    if cut.plan is not None:  # else the graph has no layers at all
+        cut.chosen = plan_storage(cut.found, cut.context.config)
+    return len(cut.chosen)
+
+
+def _store(cut: Partitioned) -> int:
+    graphs = (cut.forward.graph, cut.backward.graph)
+    cut.stored = store(*graphs, cut.num_fwd_outputs, cut.chosen)
+    return len(cut.stored)
+
+
+JOINT: tuple[Step[Joint], ...] = (
+    Step("match", _match, needed=True),
+    Step("candidates", _candidates),
+    Step("price", _price),
+    Step("plan", _plan),
+    Step("rewrite", _rewrite, changes=True),
+    Step("exact_forms", _exact_forms, changes=True),
+)
+"""On the joint graph of forward and backward. What is not ``changes`` only reads it."""
+
+OBSERVED: tuple[Step[Joint], ...] = (
+    Step("match", _match, needed=True),
+    Step("price", _price),
+    Step("plan", _plan),
+    Step("observe", _observe, changes=True),
+)
+"""The same where calibration or a monitor looks on: the graph stays exact."""
+
+PARTITIONED: tuple[Step[Partitioned], ...] = (
+    Step("layouts", _layouts),
+    Step("crossers", _crossers),
+    Step("plan_storage", _plan_storage),
+    Step("store", _store, changes=True),
+)
+"""On the forward and the backward that min-cut made."""
+
+
+class JointPass(CustomGraphPass):
+    """``JOINT``, or ``OBSERVED``, after whatever pass the user had there."""
 
     def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
         self._context = context
@@ -91,27 +216,30 @@ class JointPass(CustomGraphPass):
         self.plan = None
         context = self._context
         context.recorder.graph("joint.before", graph)
+        joint = Joint(context, graph)
+        if context.observer is not None:
+            self._run(OBSERVED, joint)
+        elif self._run(JOINT, joint):
+            self.plan = joint.plan
+            context.recorder.graph("joint.after", graph)
+
+    def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
+        """Whether they all ran."""
+        graphs = {"joint": joint.graph}
+        reading = tuple(step for step in steps if not step.changes)
+        changing = steps[len(reading) :]
         try:
-            sites = match(graph, context.inputs)
-            if not sites:
-                return
-            chosen = plan(sites, context.config, context.pricing, context.profile)
-            if context.observer is not None:
-                observe(graph, sites, context.observer, chosen)
-                return
+            if not run("joint", reading, joint, graphs):
+                return False
         except HotError:  # the user's mistake, e.g. a profile of another model
             raise
         except Exception:
             log.warning(
                 "hot: the joint graph could not be read; this graph stays exact", exc_info=True
             )
-            return
-        self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
-        if context.config.recipe != "exact":
-            patches_as_products(graph)
-            stems_over_blocks(graph)
-            gather_pool_gradients(graph)
-        context.recorder.graph("joint.after", graph)
+            return False
+        run("joint", changing, joint, graphs)
+        return True
 
     def uuid(self) -> Any:
         """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
@@ -132,39 +260,33 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph, store what crosses by plan, and record what came of it."""
-        forward, backward = self._split(gm, joint_inputs, kwargs)
+        cut = self._cut(gm, joint_inputs, kwargs)
+        recorder = self._context.recorder
+        graphs = {"forward": cut.forward.graph, "backward": cut.backward.graph}
         try:
-            mark_channels_last(forward)
-            kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+            run("partitioned", PARTITIONED, cut, graphs)
+            kept = crossing(cut.found, cut.stored)
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
-            forward, backward = self._split(gm, joint_inputs, kwargs)  # the graphs half changed
+            cut = self._cut(gm, joint_inputs, kwargs)  # the graphs half changed
             kept = ()
-        forward.recompile()
-        backward.recompile()
-        recorder = self._context.recorder
-        recorder.graph("forward", forward)
-        recorder.graph("backward", backward)
+        for name, half in (("forward", cut.forward), ("backward", cut.backward)):
+            half.recompile()
+            recorder.graph(name, half)
+        if self._joint.plan is not None:
+            traced("hot_plan", self._joint.plan.to_json)
+        traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
         recorder.finished(self._joint.plan, kept)
-        return forward, backward
+        return cut.forward, cut.backward
 
-    def _split(
+    def _cut(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    ) -> Partitioned:
         partition: Callable = self._inner or min_cut_rematerialization_partition
         with self._recomputation():
             forward, backward = partition(gm, joint_inputs, **kwargs)
-        shorten(backward.graph)
-        return forward, backward
-
-    def _compress(
-        self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int
-    ) -> tuple[Crossing, ...]:
-        """Store what crosses by plan, if the graph has layers at all."""
-        config, inputs = self._context.config, self._context.inputs
-        found = crossers(forward, backward, num_fwd_outputs, inputs, config.memory_min_bytes)
-        chosen = plan_storage(found, config) if self._joint.plan is not None else {}
-        return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        outputs = kwargs["num_fwd_outputs"]
+        return Partitioned(self._context, self._joint.plan, forward, backward, outputs)
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
