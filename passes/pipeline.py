@@ -25,20 +25,21 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
 from hot_compile.passes.cost import Rates
-from hot_compile.passes.crossing import Crossing, crossing
 from hot_compile.passes.exact_forms import Candidate, candidates, take
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
-from hot_compile.passes.pack import Scheme
-from hot_compile.passes.partition import store
 from hot_compile.passes.plan import Plan, Prices, plan
-from hot_compile.passes.plan_memory import plan_storage
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step, run, traced
-from hot_compile.passes.tolerance import Crosser, crossers
+from hot_compile.passes.storage.advance import advance
+from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
+from hot_compile.passes.storage.record import Crossing, crossing
+from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.store import store
 
 log = logging.getLogger("hot_compile")
 
@@ -149,28 +150,46 @@ class Partitioned:
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
+        """Of the forward and of the backward."""
+        return self.forward.graph, self.backward.graph
+
+    @property
+    def stores(self) -> bool:
+        """Something may be stored compressed: the graph has layers, and the user wants it."""
+        return self.plan is not None and self.context.config.memory is not Memory.OFF
+
+    def judge(self) -> Judge:
+        """What says of the graphs, as they are now, which tensors tolerate rounding."""
+        config = self.context.config
+        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes)
+
 
 def _layouts(cut: Partitioned) -> int:
     mark_channels_last(cut.forward)
     return 0
 
 
+def _advance(cut: Partitioned) -> int:
+    if not cut.stores:
+        return 0
+    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+
+
 def _crossers(cut: Partitioned) -> int:
-    config, inputs = cut.context.config, cut.context.inputs
-    graphs = (cut.forward.graph, cut.backward.graph)
-    cut.found = crossers(*graphs, cut.num_fwd_outputs, inputs, config.memory_min_bytes)
+    cut.found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
     return len(cut.found)
 
 
 def _plan_storage(cut: Partitioned) -> int:
-    if cut.plan is not None:  # else the graph has no layers at all
+    if cut.stores:
         cut.chosen = plan_storage(cut.found, cut.context.config)
     return len(cut.chosen)
 
 
 def _store(cut: Partitioned) -> int:
-    graphs = (cut.forward.graph, cut.backward.graph)
-    cut.stored = store(*graphs, cut.num_fwd_outputs, cut.chosen)
+    cut.stored = store(*cut.graphs, cut.num_fwd_outputs, cut.chosen)
     return len(cut.stored)
 
 
@@ -194,6 +213,7 @@ OBSERVED: tuple[Step[Joint], ...] = (
 
 PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("layouts", _layouts),
+    Step("advance", _advance, changes=True),
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
     Step("store", _store, changes=True),

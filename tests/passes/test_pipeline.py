@@ -27,7 +27,7 @@ def test_the_order_is_written_down():
         "match", "candidates", "price", "plan", "rewrite", "exact_forms"
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
-        "layouts", "crossers", "plan_storage", "store"
+        "layouts", "advance", "crossers", "plan_storage", "store"
     ]  # fmt: skip
     for steps in (pipeline.JOINT, pipeline.OBSERVED):
         changes = [step.changes for step in steps]
@@ -81,7 +81,7 @@ def test_torch_logs_shows_every_step(traced):
     log, _ = traced
     assert "hot: joint.rewrite: 2 in" in log
     assert "hot: joint: match 2, candidates 0, price 1, plan 2" in log
-    assert "hot: partitioned: layouts 0, crossers" in log
+    assert "hot: partitioned: layouts 0, advance" in log
 
 
 def test_tlparse_finds_graphs_plan_and_steps(traced):
