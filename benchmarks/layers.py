@@ -5,8 +5,8 @@
     python benchmarks/layers.py --device cuda --shapes paper --batch 1 --graph
 
 A strategy's time is everything that HOT adds to, or puts in place of, the two exact products:
-storing x in the forward, quantising grad_output and the weight, both integer products with their
-epilogues.
+quantising x, grad_output and the weight, both integer products with their epilogues. What is timed
+is the very function that is made into a graph's nodes.
 Methods run interleaved within one process on fresh random inputs; the figure is the median. With
 ``--graph`` every method, exact too, is captured in a CUDA graph and replayed: what a layer costs
 within a captured step, where the host's calls cost nothing.
@@ -33,9 +33,8 @@ from torch import Tensor
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.cost import Rates, Shape, predicted_gain
 from hot_compile.passes.devices import pricing
+from hot_compile.passes.strategies import STRATEGIES, How
 from hot_compile.runtime import build
-
-hot = torch.ops.hot
 
 
 @dataclass(frozen=True)
@@ -90,64 +89,27 @@ class Operands:
     x: Tensor
 
 
-def exact(t: Operands, tokens: int, one_read: bool) -> None:
-    """Both gradients as autograd computes them."""
-    _ = t.grad_output @ t.weight, t.grad_output.t() @ t.x
+METHODS = {str(s): s for s in STRATEGIES if s is Strategy.EXACT or STRATEGIES[s].quantises_x}
+"""What is timed; of ``int4`` with x in the 4 bits that ``recompute=False`` keeps."""
 
 
-def _shared(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> None:
-    """The backward with one quantisation of grad_output, x as the forward ``stored`` it."""
-    row_q, row_scale, col_q, fold, peak, equal, _ = hot.quantize_shared(t.grad_output, rank, tokens)
-    weight_q, weight_scale = hot.quantize_weight(t.weight, equal, False)
-    hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
-    rescale = hot.rescale_int4 if len(stored) == 3 else hot.rescale_int8
-    x_q, x_scale = rescale(*stored, fold, peak)
-    hot.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, t.x.dtype)
-
-
-def _apart(t: Operands, rank: int, tokens: int, x: tuple[Tensor, Tensor, Tensor | None]) -> None:
-    """The backward with a form of grad_output for each product; x: integers, scale, zero."""
-    row_q, row_scale, col_q, col_scale, total = hot.quantize_grad(
-        t.grad_output, 8, True, rank, tokens, True
+def how_of(method: Strategy, dtype: torch.dtype, tokens: int, one_read: bool) -> How:
+    """What ``method``'s function is told where the device's rates say ``one_read``."""
+    spec = STRATEGIES[method]
+    return How(
+        dtype=dtype,
+        rank=8 if spec.low_rank else 0,
+        tokens=tokens if spec.grouped else 1,
+        one_read=one_read and spec.one_read,
+        stored_bits=spec.stored_bits,
     )
-    weight_q, weight_scale, _ = hot.quantize_columns(t.weight, 16, 1, 8, True, False)
-    hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
-    x_q, x_scale, zero = x
-    terms = (None, None) if zero is None else (total, zero)
-    hot.scaled_int_mm(col_q, x_q, col_scale, x_scale, *terms, t.x.dtype)
 
 
-def _eight_bits(t: Operands, rank: int, tokens: int, one_read: bool) -> None:
-    if one_read:
-        return _shared(t, rank, tokens, hot.compress_int8(t.x, rank, tokens))
-    x_q, x_scale, _ = hot.quantize_columns(t.x, rank, tokens, 8, True, False)
-    return _apart(t, rank, tokens, (x_q, x_scale, None))
-
-
-def hla8(t: Operands, tokens: int, one_read: bool) -> None:
-    """g_w from the low-pass half of the rows, 8 bits."""
-    _eight_bits(t, 8, tokens, one_read)
-
-
-def int8(t: Operands, tokens: int, one_read: bool) -> None:
-    """g_w of full rank, x stored in 8 bits."""
-    _eight_bits(t, 0, 1, one_read)
-
-
-def int4(t: Operands, tokens: int, one_read: bool) -> None:
-    """g_w of full rank, x stored in 4 bits."""
-    stored = hot.compress_int4(t.x)
-    if one_read:
-        return _shared(t, 0, 1, stored)
-    return _apart(t, 0, 1, hot.expand_int4(*stored))
-
-
-METHODS: dict[str, Callable[[Operands, int, bool], None]] = {
-    "exact": exact,
-    "hla8": hla8,
-    "int4": int4,
-    "int8": int8,
-}
+def backward(method: Strategy, t: Operands, how: How) -> None:
+    """Both gradients by ``method``, as autograd computes them where it leaves the exact product."""
+    found = STRATEGIES[method](t.grad_output, t.x, t.weight, how)
+    _ = t.grad_output @ t.weight if found.gx is None else found.gx
+    _ = t.grad_output.t() @ t.x if found.gw is None else found.gw
 
 
 @dataclass(kw_only=True)
@@ -176,7 +138,7 @@ class Timing(Rounds):
     layer: Layer
     rows: int
     planned: str
-    """What the planner chooses of ``int4`` and exact, with the gain that it predicts for int4."""
+    """What the planner chooses of ``int8`` and exact, with the gain that it predicts for int8."""
 
 
 def milliseconds(call: Callable[[], None], device: torch.device, repeats: int) -> float:
@@ -232,7 +194,8 @@ def measure(
     timing = Timing(layer, rows, planned(layer, rows, dtype, rates))
     repeats = 10 if device.type == "cuda" else 1
     operands = random_operands(layer, rows, dtype, device)
-    calls = {n: partial(m, operands, tokens, rates.one_read) for n, m in METHODS.items()}
+    hows = {name: how_of(m, dtype, tokens, rates.one_read) for name, m in METHODS.items()}
+    calls = {n: partial(backward, m, operands, hows[n]) for n, m in METHODS.items()}
     if graph:
         calls = {name: captured(call, repeats) for name, call in calls.items()}
     for number in range(rounds + 1):
@@ -246,11 +209,12 @@ def measure(
 
 
 def planned(layer: Layer, rows: int, dtype: torch.dtype, rates: Rates) -> str:
-    """What the planner chooses for this layer of recipe ``hot``'s ``int4`` and exact."""
+    """What the planner chooses for this layer of recipe ``hot``'s products and exact."""
     shape = Shape(rows, layer.outputs, layer.inputs, dtype.itemsize)
     name = str(dtype).removeprefix("torch.")
-    gain = predicted_gain(Strategy.INT4, True, True, rates, name, shape, rates.one_read)
-    return f"{'int4' if gain >= HotConfig().min_gain else 'exact'} ({gain:.2f})"
+    how = how_of(Strategy.INT8, dtype, 1, rates.one_read)
+    gain = predicted_gain(Strategy.INT8, how, rates, name, shape)
+    return f"{'int8' if gain >= HotConfig().min_gain else 'exact'} ({gain:.2f})"
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -22,7 +22,7 @@ from torch import fx
 from .collector import Collector
 from .config import HotConfig
 from .errors import CalibrationError, ProfileFormatError
-from .passes.devices import pricing
+from .passes.devices import prices_of
 from .passes.graph import module_path
 from .passes.plan import plan
 from .passes.profile import Profile
@@ -96,7 +96,8 @@ class Notes:
         return changed
 
     def _choice(self, profile: Profile | None, collector: Collector) -> object:
-        return plan(collector.sites, self._config, pricing, profile).choice
+        prices = prices_of(collector.sites)
+        return plan(collector.sites, self._config, prices, profile).choice
 
     def _file(self) -> Profile | None:
         """What the file holds now; a cached one that cannot be read is made anew."""

@@ -15,16 +15,16 @@ from .errors import OptionError
 
 
 class Strategy(str, Enum):
-    """How a layer's backward is computed and what its forward keeps for it (docs/strategies.md)."""
+    """How a layer's backward is computed (docs/strategies.md, passes/strategies.py)."""
 
     HLA8 = "hla8"
-    """g_x by HQ; g_w from the low-pass half of transformed rows; x saved as INT8 half rows."""
+    """g_x by HQ; g_w from the low-pass half of transformed rows, in INT8."""
     INT4 = "int4"
-    """g_x by HQ; g_w full rank in INT8; x saved as packed INT4 in min-max groups of 128 rows."""
+    """g_x by HQ; g_w full rank in INT8; with ``recompute=False`` x is kept as packed INT4."""
     INT8 = "int8"
-    """g_x by HQ; g_w full rank in INT8; x saved as INT8 per column."""
+    """g_x by HQ; g_w full rank in INT8; with ``recompute=False`` x is kept as INT8 per column."""
     GX_ONLY = "gx-only"
-    """g_x by HQ, nothing else touched: what frozen weights get (no g_w, no saved x)."""
+    """g_x by HQ, nothing else touched: what frozen weights get (no g_w, no use for x)."""
     EXACT = "exact"
     """Untouched: whatever Inductor does."""
     INT4_NAIVE = "int4-naive"
@@ -62,7 +62,7 @@ class Memory(str, Enum):
     PAPER = "paper"
     """Only what a layer's product reads, as the paper's ABC."""
     OFF = "off"
-    """None, apart from the x of rewritten layers."""
+    """None. With ``recompute=False``, what strategies keep of x is still theirs."""
 
     def __str__(self) -> str:
         return self.value
@@ -113,8 +113,8 @@ class HotConfig:
     """(glob, strategy) pairs; the last match decides the layer's strategy, cost model or not."""
     recompute: bool = True
     """Let min-cut recompute an x that is a cheap function of what is saved anyway (the output of a
-    norm or activation) instead of saving it, even compressed (docs/adr/0004); False: the compressed
-    x is what crosses, as in the paper's ABC."""
+    norm or activation) instead of saving it, even compressed (docs/adr/0004). False: x is quantised
+    in the forward and the result is what crosses, as in the paper's ABC."""
     memory: Memory = Memory.ALL
     """Which of the tensors that cross to the backward are stored compressed (docs/memory.md)."""
     memory_bits: int = 6
@@ -127,6 +127,9 @@ class HotConfig:
     """Smaller tensors are not worth a kernel and stay exact."""
     keep_head: bool = True
     """Leave the classifier head exact, as the paper does."""
+    exact_forms: bool = True
+    """Give what stays exact a faster form that is as exact, where there is one (patch embeddings as
+    products, stems over blocks, gradients of max pools gathered: docs/adr/0011, 0013)."""
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
     rates: tuple[tuple[str, float], ...] = ()
@@ -219,6 +222,7 @@ RECIPES: dict[str, HotConfig] = {
         strategies=_strategies("exact"),
         error_budget=None,
         memory=Memory.OFF,
+        exact_forms=False,
     ),
 }
 
@@ -401,6 +405,7 @@ _PARSERS: dict[str, Any] = {
     "memory_budget": _memory_budget,
     "memory_min_bytes": _bytes,
     "keep_head": _one_of(True, False),
+    "exact_forms": _one_of(True, False),
     "min_gain": _ratio,
     "rates": _rates,
     "profile": _path,

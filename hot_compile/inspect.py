@@ -31,7 +31,9 @@ class Explanation:
     def plan(self) -> Plan:
         """All layers of all graphs, in order."""
         recipe = self.graphs[0].plan.recipe if self.graphs else "hot"
-        return Plan(recipe, tuple(d for graph in self.graphs for d in graph.plan))
+        decisions = (d for graph in self.graphs for d in graph.plan)
+        forms = (form for graph in self.graphs for form in graph.plan.exact_forms)
+        return Plan(recipe, tuple(decisions), tuple(forms))
 
     @property
     def held_bytes(self) -> int:
@@ -56,6 +58,15 @@ class Explanation:
             table.add(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
         return table
 
+    def forms_table(self) -> Table:
+        """What stays exact and has a faster form that is as exact: whether it gets it, and why."""
+        table = Table(title="exact forms", box=box.SIMPLE, title_justify="left")
+        for column in ("layer", "form", "taken", "why"):
+            table.add_column(column, overflow="fold")
+        for form in self.plan.exact_forms:
+            table.add_row(form.layer, form.form, "yes" if form.taken else "no", form.reason)
+        return table
+
     def _stored_bytes(self) -> dict[str, int]:
         """By layer: bytes of compressed x that cross; a shared x counts once, as the first's."""
         stored: Counter[str] = Counter()
@@ -68,6 +79,8 @@ class Explanation:
         console = Console(width=140, record=False)
         with console.capture() as capture:
             console.print(self.table())
+            if self.plan.exact_forms:
+                console.print(self.forms_table())
             before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
             console.print(
                 f"held between forward and backward: {megabytes(self.held_bytes)} "

@@ -11,14 +11,10 @@ x [L, I], W [O, I], g_y [L, O]; g_x = g_y W [L, I], g_w = g_y^T x [O, I].
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from hot_compile.config import Strategy
-from hot_compile.passes.measure import low_pass
-from hot_compile.passes.site import Site, SiteNodes
 from hot_compile.runtime.ops import HADAMARD_ORDER
 from hot_compile.runtime.reference import TINY, _dither, hadamard, low_pass_order, scale_of
 from hot_compile.runtime.reference import quantize as round_to_grid
@@ -60,6 +56,15 @@ def luq(g: Tensor) -> Tensor:
     gap = torch.where(ratio < 1.0, torch.ones_like(below), below)
     up = (ratio - below) / gap > 2.0 - _dither(g)
     return g.sign() * (below + up * gap).clamp(max=2.0 ** (_LUQ_LEVELS - 1)) * smallest
+
+
+def low_pass(t: Tensor, rank: int) -> Tensor:
+    """HLA(``rank``) of consecutive rows of ``t`` [L, C] fp32: [L / 16 * rank, C], L padded."""
+    blocks = -(-t.shape[0] // HADAMARD_ORDER)
+    padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * HADAMARD_ORDER - t.shape[0]))
+    grouped = padded.reshape(blocks, HADAMARD_ORDER, t.shape[1]).transpose(1, 2)
+    kept = hadamard(grouped)[..., sorted(low_pass_order()[:rank])]
+    return kept.transpose(1, 2).reshape(blocks * rank, t.shape[1])
 
 
 def low_pass_expand(t: Tensor, rank: int, rows: int) -> Tensor:
@@ -104,28 +109,3 @@ def _(grad_output: Tensor, weight: Tensor, method: str, rank: int) -> Tensor:
 @grad_weight.register_fake
 def _(grad_output: Tensor, x: Tensor, method: str, rank: int) -> Tensor:
     return grad_output.new_empty((grad_output.shape[1], x.shape[1]))
-
-
-def baseline_products(
-    call: Any, site: Site, method: Strategy, rank: int
-) -> list[tuple[fx.Node, fx.Node]]:
-    """New nodes for one layer: [(old product, its replacement)].
-
-    ``call(at, after, like, op, *args)`` inserts one node, as in ``rewrite``.
-    """
-    nodes = site.nodes
-    assert isinstance(nodes, SiteNodes)
-    transpose, ops = torch.ops.aten.permute.default, torch.ops.hot_baseline
-    swaps = []
-    if (at := nodes.grad_input) is not None:
-        w = nodes.weight
-        w = call(at, False, at, transpose, w, [1, 0]) if nodes.weight_is_io else w
-        args = (nodes.grad_output, w, str(method), rank)
-        swaps.append((at, call(at, False, at, ops.grad_input.default, *args)))
-    if (at := nodes.grad_weight) is not None:
-        args = (nodes.grad_output, nodes.x, str(method), rank)
-        new = call(at, False, at, ops.grad_weight.default, *args)
-        if nodes.grad_weight_is_io:
-            new = call(at, False, at, transpose, new, [1, 0])
-        swaps.append((at, new))
-    return swaps

@@ -7,18 +7,25 @@ counted too, because on real hardware the transforms are bound by bytes, not by 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import sympy
+import torch
 
-from hot_compile.config import BASELINES, Strategy
+from hot_compile.config import Strategy
+from hot_compile.passes.strategies import STRATEGIES, How, Spec
+from hot_compile.runtime.ops import HADAMARD_ORDER, INT4_GROUP
 
 L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
 """Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
 VARIABLES = (L, O, I, E, R)
-ZERO = sympy.Integer(0)
+ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 PACKING = sympy.Rational(3, 2)
 """Bytes moved to pack an INT8 value two to a byte."""
+_MOST_ROWS = 2**24
+"""More than any step has."""
 INT4_BYTES = sympy.Rational(17, 32)
 """Packed INT4 with a bf16 scale and minimum per 128 rows."""
 
@@ -85,86 +92,200 @@ class Cost:
         )
 
 
-def exact_cost(gx: bool, gw: bool) -> Cost:
-    """Both exact products of a layer's backward."""
-    products = int(gx) + int(gw)
+def exact_cost(products: int) -> Cost:
+    """Exact products of a layer's backward, ``products`` of them."""
     return Cost(flops=2 * L * O * I * products, calls=products)
 
 
-def gx_cost(packed: bool = False) -> Cost:
-    """HQ: W transformed and quantised, integer product, epilogue. g_y's pass is counted apart.
+@dataclasses.dataclass(frozen=True)
+class Sized:
+    """In the place of a 2-D tensor in a strategy's function: its size, and a bill to add costs to.
 
-    ``packed``: an INT4 product; W is packed two values a byte in a pass of its own.
+    An operator called on it computes nothing; what it costs goes on the bill, by ``PRICES``.
     """
-    if packed:
-        passes = O * I * (E + 1 + PACKING)
-        return Cost(int4_ops=2 * L * O * I, bytes=passes, results=L * I, calls=2)
-    return Cost(int_ops=2 * L * O * I, bytes=O * I * (E + 1), results=L * I, calls=2)
+
+    bill: list[Cost]
+    rows: sympy.Expr
+    columns: sympy.Expr
+    element: sympy.Expr = E
+    """Bytes of one value."""
+
+    @property
+    def values(self) -> sympy.Expr:
+        """How many there are."""
+        return self.rows * self.columns
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        """What it takes in memory."""
+        return self.values * self.element
+
+    def like(self, rows: Any, columns: Any, element: Any) -> Sized:
+        """Another tensor on the same bill."""
+        return Sized(self.bill, sympy.sympify(rows), sympy.sympify(columns), element)
+
+    @classmethod
+    def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put ``op`` on the bill and give its results' sizes."""
+        cost, results = PRICES[op](*args, **(kwargs or {}))
+        next(a for a in args if isinstance(a, Sized)).bill.append(cost)
+        return results
 
 
-def gw_cost(strategy: Strategy) -> Cost:
-    """x's compression in the forward, its expansion, integer product, epilogue."""
-    product = Cost(int_ops=2 * L * O * I, results=O * I, calls=1)
-    if strategy is Strategy.HLA8:
-        half = Cost(int_ops=2 * L * O * I * R / 16, results=O * I, calls=1)
-        return half + Cost(bytes=L * I * (E + R / 16), calls=1)
-    if strategy is Strategy.INT8:
-        return product + Cost(bytes=L * I * (2 * E + 1), calls=1)
-    packed = Cost(bytes=L * I * (E + INT4_BYTES), calls=1)
-    return product + packed + Cost(bytes=L * I * (INT4_BYTES + 1), calls=1)
+def _moved(*sized: Sized, calls: int = 1, again: sympy.Expr = ZERO) -> Cost:
+    """Each of ``sized`` read or written once, and bytes that are moved ``again``."""
+    return Cost(bytes=sum((s.bytes for s in sized), again), calls=calls)
 
 
-def grad_cost(strategy: Strategy, gx: bool, gw: bool, packed: bool = False) -> Cost:
-    """Quantising g_y: one read for the rows, a second one where columns need their absmax first.
-
-    ``packed``: the rows are written two values a byte.
-    """
-    rows = sympy.Rational(1, 2) if packed else sympy.Integer(1)
-    reads = E if gx or strategy is Strategy.HLA8 else 2 * E
-    if gw and strategy is not Strategy.GX_ONLY:
-        reads = 2 * E
-        kept = R / 16 if strategy is Strategy.HLA8 else sympy.Integer(1)
-        return Cost(bytes=L * O * (reads + kept + int(gx) * rows), calls=1)
-    return Cost(bytes=L * O * (reads + rows), calls=1)
+def _vector(x: Sized, length: sympy.Expr, element: int = 4) -> Sized:
+    return x.like(length, 1, sympy.Integer(element))
 
 
-def shared_cost(strategy: Strategy) -> Cost:
-    """Everything, where g_y is read once for both products and x is rescaled in the backward."""
-    rank = R / 16 if strategy is Strategy.HLA8 else sympy.Integer(1)
-    stored = INT4_BYTES if strategy is Strategy.INT4 else rank
-    grad = Cost(bytes=L * O * (E + 1 + rank), calls=2)
-    x = Cost(bytes=L * I * (E + 2 * stored + rank), calls=2)
-    return grad + x + gx_cost() + Cost(int_ops=2 * L * O * I * rank, results=O * I, calls=1)
+def _kept_rows(x: Sized, rank: int) -> sympy.Expr:
+    return x.rows * sympy.Rational(rank or HADAMARD_ORDER, HADAMARD_ORDER)
+
+
+def _integers(x: Sized, rows: Any, columns: Any, packed: bool = False) -> Sized:
+    return x.like(rows, columns, sympy.Rational(1, 2) if packed else ONE)
+
+
+def _quantize_rows(
+    x: Sized, bits: int, per_row: bool, stochastic: bool, packed: bool = False
+) -> Any:
+    q = _integers(x, x.rows, x.columns, packed)
+    return _moved(x, q), (q, _vector(x, x.rows))
+
+
+def _quantize_columns(
+    x: Sized,
+    rank: int,
+    tokens: int,
+    bits: int,
+    per_column: bool,
+    stochastic: bool,
+    packed: bool = False,
+) -> Any:
+    """Read twice unless transformed, because columns need their absmax first."""
+    q = _integers(x, x.columns, _kept_rows(x, rank))
+    twice = ZERO if rank else x.bytes
+    cost = _moved(x, q, again=twice + PACKING * q.values * int(packed))
+    q = _integers(q, q.rows, q.columns, packed)
+    return cost, (q, _vector(x, x.columns), _vector(x, x.columns))
+
+
+def _quantize_grad(
+    g: Sized,
+    bits: int,
+    per_row: bool,
+    rank: int,
+    tokens: int,
+    per_column: bool,
+    packed: bool = False,
+) -> Any:
+    rows = _integers(g, g.rows, g.columns, packed)
+    columns = _integers(g, g.columns, _kept_rows(g, rank))
+    scales = _vector(g, g.columns), _vector(g, g.columns)
+    return _moved(g, g, rows, columns), (rows, _vector(g, g.rows), columns, *scales)
+
+
+def _quantize_shared(g: Sized, rank: int, tokens: int, summed: bool = False) -> Any:
+    rows, columns = (
+        _integers(g, g.rows, g.columns),
+        _integers(g, g.columns, _kept_rows(g, rank)),
+    )
+    vectors = [_vector(g, n) for n in (columns.columns, columns.columns, g.columns)]
+    results = (rows, _vector(g, g.rows), columns, *vectors, _vector(g, g.columns))
+    return _moved(g, rows, columns, calls=2), results
+
+
+def _quantize_weight(weight: Sized, equal: Sized, inputs_first: bool) -> Any:
+    q = _integers(weight, weight.columns, weight.rows)
+    return _moved(weight, q), (q, _vector(weight, weight.columns))
+
+
+def _compress_int4(x: Sized) -> Any:
+    packed = _integers(x, x.columns, x.rows, packed=True)
+    groups = x.like(x.columns, x.rows / INT4_GROUP, sympy.Integer(2))
+    return _moved(x, packed, groups, groups), (packed, groups, groups)
+
+
+def _expand_int4(packed: Sized, scale: Sized, minimum: Sized) -> Any:
+    q = _integers(packed, packed.rows, packed.columns)
+    vector = _vector(q, q.rows)
+    return _moved(packed, scale, minimum, q), (q, vector, vector)
+
+
+def _compress_int8(x: Sized, rank: int, tokens: int) -> Any:
+    q = _integers(x, x.columns, _kept_rows(x, rank))
+    return _moved(x, q), (q, _vector(x, x.columns, 2))
+
+
+def _rescale_int4(packed: Sized, scale: Sized, minimum: Sized, *fold: Sized) -> Any:
+    q = _integers(packed, packed.rows, packed.columns)
+    return _moved(packed, scale, minimum, q), (q, _vector(q, q.rows))
+
+
+def _rescale_int8(stored: Sized, scale: Sized, *fold: Sized) -> Any:
+    return _moved(stored, stored), (stored, _vector(stored, stored.rows))
+
+
+def _scaled_int_mm(a: Sized, b: Sized, *epilogue: Any) -> Any:
+    operations, result = 2 * a.values * b.rows, a.like(a.rows, b.rows, E)
+    if a.element == ONE:
+        return Cost(int_ops=operations, results=result.values, calls=1), result
+    return Cost(int4_ops=operations, results=result.values, calls=1), result
+
+
+def _permute(x: Sized, order: Any) -> Any:
+    return Cost(), x.like(x.columns, x.rows, x.element)
+
+
+def _exact_product(a: Sized, b: Sized, method: str, rank: int) -> Any:
+    return exact_cost(1), a  # fake-quantised: nothing is gained
+
+
+_hot, _baseline = torch.ops.hot, torch.ops.hot_baseline
+PRICES: dict[Any, Callable[..., tuple[Cost, Any]]] = {
+    _hot.quantize_rows.default: _quantize_rows,
+    _hot.quantize_columns.default: _quantize_columns,
+    _hot.quantize_grad.default: _quantize_grad,
+    _hot.quantize_shared.default: _quantize_shared,
+    _hot.quantize_weight.default: _quantize_weight,
+    _hot.compress_int4.default: _compress_int4,
+    _hot.expand_int4.default: _expand_int4,
+    _hot.compress_int8.default: _compress_int8,
+    _hot.rescale_int4.default: _rescale_int4,
+    _hot.rescale_int8.default: _rescale_int8,
+    _hot.scaled_int_mm.default: _scaled_int_mm,
+    torch.ops.aten.permute.default: _permute,
+    _baseline.grad_input.default: _exact_product,
+    _baseline.grad_weight.default: _exact_product,
+}
+"""Every operator that strategies call: (what it costs, sizes of its results) of its arguments."""
+
+
+def layer_cost(strategy: Strategy, how: How) -> Cost:
+    """All that ``strategy`` does in a layer's backward, exact products that it leaves included."""
+    return _layer_cost(STRATEGIES[strategy], how)
 
 
 @cache
-def hot_cost(
-    strategy: Strategy, gx: bool, gw: bool, shared: bool = False, packed: bool = False
-) -> Cost:
-    """Everything HOT adds and replaces for one layer."""
-    if strategy is Strategy.EXACT or strategy in BASELINES:
-        return exact_cost(gx, gw)
-    if shared:
-        return shared_cost(strategy)
-    cost = grad_cost(strategy, gx, gw, gx and packed)
-    if gx:
-        cost += gx_cost(packed)
-    if gw:
-        cost += exact_cost(False, True) if strategy is Strategy.GX_ONLY else gw_cost(strategy)
-    return cost
+def _layer_cost(spec: Spec, how: How) -> Cost:
+    bill: list[Cost] = []
+    g, x, weight = Sized(bill, L, O), Sized(bill, L, I), Sized(bill, O, I)
+    if how.weight_is_io:
+        weight = Sized(bill, I, O)
+    found = spec(g, x, weight, how)  # type: ignore[arg-type]
+    left = (how.gx and found.gx is None) + (how.gw and found.gw is None)
+    return sum(bill, exact_cost(left))
 
 
-def saved_bytes(strategy: Strategy) -> sympy.Expr:
-    """Bytes of x that this strategy keeps from forward to backward."""
-    if strategy in BASELINES:
-        return L * I * E
-    return {
-        Strategy.HLA8: L * I * R / 16,
-        Strategy.INT4: L * I * INT4_BYTES,
-        Strategy.INT8: L * I,
-        Strategy.GX_ONLY: sympy.Integer(0),
-        Strategy.EXACT: L * I * E,
-    }[strategy]
+def kept_bytes(strategy: Strategy, how: How) -> sympy.Expr:
+    """Bytes of x that ``strategy`` keeps where it, not storage, decides (``recompute=False``)."""
+    spec = STRATEGIES[strategy]
+    how = dataclasses.replace(how, stored_bits=spec.stored_bits)
+    kept: Any = spec.keep(Sized([], L, I), how)  # type: ignore[arg-type]
+    return sum((part.bytes for part in kept), ZERO)
 
 
 def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
@@ -202,16 +323,31 @@ def at(expression: sympy.Expr, shape: Shape) -> float:
     return float(function(shape.rows, shape.outputs, shape.inputs, shape.element, shape.rank))  # type: ignore[operator]
 
 
-def predicted_gain(
-    strategy: Strategy,
-    gx: bool,
-    gw: bool,
-    rates: Rates,
-    dtype: str,
-    shape: Shape,
-    shared: bool = False,
-    packed: bool = False,
-) -> float:
+def predicted_gain(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> float:
     """How many times faster than exact the layer's backward is predicted to be."""
-    ours = at(seconds(hot_cost(strategy, gx, gw, shared, packed), rates, dtype), shape)
-    return at(seconds(exact_cost(gx, gw), rates, dtype), shape) / ours if ours else 1.0
+    ours = at(seconds(layer_cost(strategy, how), rates, dtype), shape)
+    return at(seconds(exact_cost(how.gx + how.gw), rates, dtype), shape) / ours if ours else 1.0
+
+
+def rows_that_pay(
+    strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape, least: float
+) -> int | None:
+    """From how many rows on the layer is predicted ``least`` times faster; None: from none.
+
+    What a layer does whatever its rows are (launches, the weight's quantisation) weighs less the
+    more there are, so the gain only rises.
+    """
+    ours = seconds(layer_cost(strategy, how), rates, dtype)
+    exact = seconds(exact_cost(how.gx + how.gw), rates, dtype)
+
+    def pays(rows: int) -> bool:
+        own = dataclasses.replace(shape, rows=rows)
+        return at(exact, own) >= least * at(ours, own)
+
+    low, high = shape.rows, _MOST_ROWS
+    if low >= high or not pays(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 
 from hot_compile.errors import BuildError
 from hot_compile.passes.cost import Rates
+from hot_compile.passes.site import Site
 from hot_compile.runtime.build import load
 from hot_compile.runtime.providers import status
 
@@ -96,6 +98,11 @@ def pricing(device: torch.device) -> Rates | str:
     if device.type == "cpu":
         return _cpu_rates()
     return cuda_rates(torch.cuda.get_device_capability(device), _tf32(), _conv_tf32())
+
+
+def prices_of(sites: Iterable[Site]) -> dict[torch.device, Rates | str]:
+    """``pricing`` of every device that one of ``sites`` lies on."""
+    return {device: pricing(device) for device in {site.device for site in sites}}
 
 
 @cache

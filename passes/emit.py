@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from hot_compile.passes.graph import VIEWS, aten
 
@@ -35,20 +37,34 @@ class Emitter:
         graph: changed in place.
         before: new nodes go right before this one, in the order they are made.
         like: whose origin the new nodes are given.
+        stays: the new nodes belong to the backward even where they depend on no gradient.
     """
 
-    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node) -> None:
+    def __init__(
+        self, graph: fx.Graph, before: fx.Node, like: fx.Node, stays: bool = False
+    ) -> None:
         self._graph = graph
         self._before = before
         self._like = like
+        self._stays = stays
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node ``op(*args, **kwargs)``."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(op, args, kwargs)
         node.meta = describe(self._like)
+        if self._stays:
+            node.meta["partitioner_tag"] = "must_be_in_backward"
         node.meta["val"] = fake_result(node, fake_mode(self._like))
         return node
+
+    def traced(self, node: fx.Node) -> torch.Tensor:
+        """``node`` as a tensor for plain functions, whose operators become nodes here."""
+        return cast(torch.Tensor, Traced(self, node))
+
+    def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The results of a node that has several, each as a node."""
+        return tuple(self(operator.getitem, node, n) for n in range(len(node.meta["val"])))
 
     def size(self, node: fx.Node, dim: int) -> int | fx.Node:
         """Length of ``node`` along ``dim``: a number, or a node where it is symbolic."""
@@ -79,19 +95,57 @@ class Emitter:
         return self(aten.as_strided.default, vector, list(fake.shape), list(fake.stride()))
 
 
-def channels_first(call: Callable[..., fx.Node], new: fx.Node, like: torch.Tensor) -> fx.Node:
+class Traced:
+    """A node in the place of a tensor: an operator called on it becomes a node of the graph.
+
+    Only operators, by their overloads (``torch.ops.aten.mm.default``), and what a shape tells.
+    """
+
+    def __init__(self, emit: Emitter, node: fx.Node) -> None:
+        self.emit = emit
+        self.node = node
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the node's value."""
+        return self.node.meta["val"].shape
+
+    def is_contiguous(self) -> bool:
+        """Of the node's value."""
+        return self.node.meta["val"].is_contiguous()
+
+    @classmethod
+    def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A node for ``op``; several for an operator with several results."""
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        emit = next(leaf.emit for leaf in leaves if isinstance(leaf, Traced))
+        nodes = [leaf.node if isinstance(leaf, Traced) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(nodes, spec)
+        made = emit(op, *args, **kwargs)
+        if isinstance(made.meta["val"], (tuple, list)):
+            return tuple(map(emit.traced, emit.parts(made)))
+        return emit.traced(made)
+
+
+def node_of(value: Any) -> fx.Node:
+    """The node that ``value`` stands for: what a plain function made of ``Emitter.traced``."""
+    assert isinstance(value, Traced)
+    return value.node
+
+
+def channels_first(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[B, *size, C] -> [B, C, *size] in the layout of ``like``, as the graph was traced with.
 
-    ``call(op, *args, **kwargs)`` makes a node.
+    ``new``: a tensor, or a node in the place of one.
     """
-    _, *size, channels = new.meta["val"].shape
-    if all(n == 1 for n in size) and like.stride(-1) == 1:
-        return call(aten.reshape.default, new, [-1, channels, *size])
+    *_, channels = new.shape
+    if all(n == 1 for n in new.shape[1:-1]) and like.stride(-1) == 1:
+        return aten.reshape.default(new, [-1, channels, *new.shape[1:-1]])
     dims = like.dim()
-    new = call(aten.permute.default, new, [0, dims - 1, *range(1, dims - 1)])
-    if new.meta["val"].is_contiguous() or not like.is_contiguous():
+    new = aten.permute.default(new, [0, dims - 1, *range(1, dims - 1)])
+    if new.is_contiguous() or not like.is_contiguous():
         return new
-    return call(aten.clone.default, new, memory_format=torch.contiguous_format)
+    return aten.clone.default(new, memory_format=torch.contiguous_format)
 
 
 def fake_mode(node: fx.Node) -> FakeTensorMode:
@@ -113,19 +167,29 @@ def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
 def refresh(changed: Sequence[fx.Node]) -> None:
     """Recompute the fake values that depend on ``changed``, as far as shapes or strides differ.
 
-    Nodes that cannot be recomputed (higher-order operators, unbacked sizes) keep what they have.
+    Nodes of which torch cannot say it (higher-order operators, unbacked sizes) keep what they have.
+
+    Raises:
+        whatever an operator raises whose arguments no longer suit it: a graph with strides that
+        are not so must not be lowered.
     """
     stale = {user for node in changed for user in node.users}
     while stale:
         node = min(stale)
         stale.discard(node)
-        if node.op != "call_function" or "unbacked_bindings" in node.meta:
+        if node.op != "call_function" or _unknowable(node):
             continue
-        with contextlib.suppress(Exception):
-            value = fake_result(node, fake_mode(changed[0]))
-            if not _same_layout(value, node.meta.get("val")):
-                node.meta["val"] = value
-                stale |= set(node.users)
+        value = fake_result(node, fake_mode(changed[0]))
+        if not _same_layout(value, node.meta.get("val")):
+            node.meta["val"] = value
+            stale |= set(node.users)
+
+
+def _unknowable(node: fx.Node) -> bool:
+    """Fake values do not tell what ``node`` gives."""
+    if isinstance(node.target, HigherOrderOperator) or "unbacked_bindings" in node.meta:
+        return True
+    return any("val" not in given.meta for given in node.all_input_nodes)
 
 
 def _same_layout(new: Any, old: Any) -> bool:

@@ -18,6 +18,13 @@ def suits_cudnn(channels: int | torch.SymInt) -> bool:
     return bool(channels % CHANNEL_MULTIPLE == 0)
 
 
+def slow_in_cudnn(x: torch.Tensor) -> str:
+    """'' where cuDNN is at work and pads the channels of x [B, C, ...]; else what is otherwise."""
+    if x.device.type != "cuda":
+        return f"cuDNN is slow at so few channels, but this runs on {x.device.type}"
+    return f"cuDNN has fast kernels for {x.shape[1]} channels" if suits_cudnn(x.shape[1]) else ""
+
+
 def backwards_of(conv: fx.Node) -> list[fx.Node]:
     """The backward of ``conv``, as far as it is still a convolution's."""
     x, weight = conv.args[:2]

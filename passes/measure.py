@@ -10,35 +10,38 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import Rows, Strategy
+from hot_compile.passes.baselines import low_pass
 from hot_compile.passes.profile import gw_variant, gx_variant
-from hot_compile.runtime.ops import HADAMARD_ORDER
-from hot_compile.runtime.reference import hadamard, low_pass_order, quantize, scale_of
-
-_GW_STRATEGIES = (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
+from hot_compile.passes.strategies import STRATEGIES, How
+from hot_compile.runtime.reference import quantize, scale_of
 
 
 def quantised_grad_input(
     g: Tensor, weight: Tensor, bits: int, per_channel: bool, per_token: bool = False
 ) -> Tensor:
     """g_x [L, I] in fp32 by HQ, as the rewritten graph computes it."""
-    hot = torch.ops.hot
-    g_q, g_scale = hot.quantize_rows(g, bits, per_channel or per_token, True)
-    w_q, w_scale, _ = hot.quantize_columns(weight, 16, 1, bits, per_channel, False)
-    return hot.scaled_int_mm(g_q, w_q, g_scale, w_scale, None, None, torch.float32)
+    per_row = per_channel or per_token
+    how = How(gw=False, gx_bits=bits, per_row=per_row, per_channel=per_channel)
+    result = STRATEGIES[Strategy.GX_ONLY].gradients(g, (), weight, how).gx
+    assert result is not None
+    return result
 
 
 def quantised_grad_weight(
     g: Tensor, x: Tensor, strategy: Strategy, rank: int, tokens: int, per_channel: bool
 ) -> Tensor:
-    """g_w [O, I] in fp32 by ``strategy``, as the rewritten graph computes it."""
-    hot = torch.ops.hot
-    rank = rank if strategy is Strategy.HLA8 else 0
-    g_q, g_scale, g_total = hot.quantize_columns(g, rank, tokens, 8, per_channel, True)
-    if strategy is Strategy.INT4:
-        x_q, x_scale, x_zero = hot.expand_int4(*hot.compress_int4(x))
-        return hot.scaled_int_mm(g_q, x_q, g_scale, x_scale, g_total, x_zero, torch.float32)
-    x_q, x_scale, _ = hot.quantize_columns(x, rank, tokens, 8, per_channel, False)
-    return hot.scaled_int_mm(g_q, x_q, g_scale, x_scale, None, None, torch.float32)
+    """g_w [O, I] in fp32 by ``strategy``, x kept as small as it may keep it."""
+    spec = STRATEGIES[strategy]
+    how = How(
+        gx=False,
+        per_channel=per_channel,
+        rank=rank if spec.low_rank else 0,
+        tokens=tokens,
+        stored_bits=spec.stored_bits,
+    )
+    result = spec(g, x, g, how).gw  # without g_x nobody reads the weight
+    assert result is not None
+    return result
 
 
 def compare(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,24 +71,17 @@ def grad_weight_measures(
     """
     want = g.float().t() @ x.float()
     found = {}
-    for strategy in _GW_STRATEGIES:
+    for strategy, spec in STRATEGIES.items():
+        if not spec.quantises_x:
+            continue
         groups = {Rows.CONSECUTIVE: 1}
-        if strategy is Strategy.HLA8 and tokens is not None:
+        if spec.grouped and tokens is not None:
             groups[Rows.BATCH] = tokens
         for rows, length in groups.items():
             for per_channel in (True, False):
                 got = quantised_grad_weight(g, x, strategy, rank, length, per_channel)
                 found[gw_variant(strategy, rows, per_channel)] = compare(got, want)
     return found
-
-
-def low_pass(t: Tensor, rank: int) -> Tensor:
-    """HLA(``rank``) of consecutive rows of ``t`` [L, C] fp32: [L / 16 * rank, C], L padded."""
-    blocks = -(-t.shape[0] // HADAMARD_ORDER)
-    padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * HADAMARD_ORDER - t.shape[0]))
-    grouped = padded.reshape(blocks, HADAMARD_ORDER, t.shape[1]).transpose(1, 2)
-    kept = hadamard(grouped)[..., sorted(low_pass_order()[:rank])]
-    return kept.transpose(1, 2).reshape(blocks * rank, t.shape[1])
 
 
 def granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:

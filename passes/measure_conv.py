@@ -1,25 +1,23 @@
 """How far each strategy's gradients of one convolution are from exact, by the nodes that would run.
 
-The rewriting of a convolution is carried out at once, on tensors instead of in a graph: what is
-measured is what ``rewrite_conv`` builds, whatever that is. Results are 0-d fp32 tensors on the
-layer's device: nothing here waits for it.
+What is measured is the very function that ``rewrite`` builds a graph's nodes with, its x kept as
+small as the strategy may keep it. Results are 0-d fp32 tensors on the layer's device: nothing here
+waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.passes.graph import aten
 from hot_compile.passes.measure import compare, granule_errors, tensor_stats
 from hot_compile.passes.plan import Decision, forced
 from hot_compile.passes.profile import config_variant, gx_variant
-from hot_compile.passes.rewrite import Builder
-from hot_compile.passes.rewrite_conv import build_convolution
+from hot_compile.passes.rewrite_conv import ConvStrategy
 from hot_compile.passes.site import ConvNodes, Site
 
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -34,28 +32,6 @@ _GW_STRATEGIES = (
 )
 
 
-class _Value:
-    """In the place of a graph's node: the value itself, where a node has its fake."""
-
-    def __init__(self, val: Any) -> None:
-        self.meta = {"val": val}
-
-
-class _Carry:
-    """A ``Builder`` that computes what it would insert."""
-
-    def __init__(self, nodes: ConvNodes) -> None:
-        self.nodes = nodes
-
-    def call(
-        self, at: fx.Node, after: bool, like: fx.Node, op: Any, *args: Any, **kwargs: Any
-    ) -> _Value:
-        return _Value(op(*(a.meta["val"] if isinstance(a, _Value) else a for a in args), **kwargs))
-
-    def parts(self, value: _Value) -> tuple[_Value, ...]:
-        return tuple(map(_Value, value.meta["val"]))
-
-
 def quantised_conv_gradients(
     site: Site, decision: Decision, g: Tensor, weight: Tensor, x: Tensor
 ) -> Gradients:
@@ -63,23 +39,18 @@ def quantised_conv_gradients(
 
     Shapes are the convolution's own: g [B, O, *small], weight [O, I, *kernel], x [B, I, *big].
     """
-    nodes = site.nodes
-    assert isinstance(nodes, ConvNodes)
+    assert isinstance(site.nodes, ConvNodes)
     assert site.conv is not None
-    exact_gx = site.conv.transposed and not site.conv.is_product
-    own = dataclasses.replace(
-        nodes,
-        x=_Value(x),  # type: ignore[arg-type]
-        weight=_Value(weight),  # type: ignore[arg-type]
-        grad_output=_Value(g),  # type: ignore[arg-type]
-        grad_input=None if exact_gx else nodes.grad_input,
-        grad_weight=None if decision.strategy is Strategy.GX_ONLY else nodes.grad_weight,
-        grad_bias=None,
-    )
-    measured = dataclasses.replace(site, nodes=own, dtype=torch.float32)
-    swaps = build_convolution(cast(Builder, _Carry(own)), measured, decision)
-    made = {old: cast(Tensor, new.meta["val"]) for old, new in swaps}
-    return tuple(made.get(old) for old in (own.grad_input, own.grad_weight))  # type: ignore
+    own = site.nodes
+    if site.conv.transposed and not site.conv.is_product:
+        own = dataclasses.replace(own, grad_input=None)  # stays exact
+    if decision.strategy is Strategy.GX_ONLY:
+        own = dataclasses.replace(own, grad_weight=None)
+    own = dataclasses.replace(own, grad_bias=None)
+    measured = dataclasses.replace(site, nodes=own)
+    strategy = ConvStrategy(measured, decision, pin=True, dtype=torch.float32)
+    gx, gw, _ = strategy.gradients(g, weight, strategy.keep(x))
+    return gx, gw
 
 
 def exact_conv_gradients(site: Site, g: Tensor, weight: Tensor, x: Tensor) -> Gradients:

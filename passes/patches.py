@@ -15,23 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter, channels_first
-from hot_compile.passes.exact_forms import replace_each
-from hot_compile.passes.first_conv import backwards_of, suits_cudnn, wants_grad_input
+from hot_compile.passes.emit import Emitter, channels_first, node_of
+from hot_compile.passes.first_conv import backwards_of, slow_in_cudnn, wants_grad_input
 from hot_compile.passes.graph import aten, value_of
-from hot_compile.passes.match_conv import each_dimension
+from hot_compile.passes.match_conv import FLOATS, each_dimension
 
 
-def patches_as_products(graph: fx.Graph) -> int:
-    """Replace, in place, convolutions over patches of user inputs where cuDNN is slow at them.
-
-    Returns how many were replaced.
-    """
-    found = graph.find_nodes(op="call_function", target=aten.convolution.default)
-    return replace_each(graph, found, _replace)
-
-
-def _is_patchwise(conv: fx.Node) -> bool:
+def applies(conv: fx.Node) -> bool:
     """Every element of x is read exactly once, and nobody wants its gradient."""
     settings: Any = conv.args[3:9]
     stride, padding, dilation, transposed, _, groups = settings
@@ -47,19 +37,20 @@ def _is_patchwise(conv: fx.Node) -> bool:
     return not any(wants_grad_input(backward) for backward in backwards_of(conv))
 
 
-def _pays(conv: fx.Node) -> bool:
-    """cuDNN has no fast kernel for so many channels, and a product is as precise as it was."""
-    x = value_of(conv.args[0])
-    if x.device.type != "cuda" or suits_cudnn(x.shape[1]):
-        return False
-    if x.dtype is torch.float32:  # cuDNN may use TF32 where products may not
-        return torch.get_float32_matmul_precision() != "highest"
-    return x.dtype in (torch.bfloat16, torch.float16)
+def pays(x: torch.Tensor, tf32: bool) -> str:
+    """'' where cuDNN has no fast kernel for x's channels and a product is as precise; else why not.
+
+    ``tf32``: fp32 products may use it, as cuDNN does.
+    """
+    if problem := slow_in_cudnn(x):
+        return problem
+    if x.dtype is torch.float32 and not tf32:
+        return "a product would be slower: it may not use TF32, as cuDNN does"
+    return "" if x.dtype in FLOATS else f"not measured in {x.dtype}"
 
 
-def _replace(graph: fx.Graph, conv: fx.Node) -> bool:
-    if not _is_patchwise(conv) or not _pays(conv):
-        return False
+def replace(graph: fx.Graph, conv: fx.Node) -> bool:
+    """Give a convolution over patches, and its backward, the form of products."""
     x, weight, bias = conv.args[:3]
     emit = Emitter(graph, conv, conv)
     batch, kernel = emit.size(x, 0), value_of(weight).shape[2:]  # type: ignore[arg-type]
@@ -90,7 +81,7 @@ def _patches(emit: Emitter, x: Any, batch: Any, kernel: torch.Size) -> fx.Node:
 def _as_image(emit: Emitter, rows: fx.Node, batch: Any, like: torch.Tensor) -> fx.Node:
     """[positions, O] -> [B, O, *size], laid out as ``like``."""
     image = emit(aten.reshape.default, rows, [batch, *like.shape[2:], like.shape[1]])
-    return channels_first(emit, image, like)
+    return node_of(channels_first(emit.traced(image), like))
 
 
 def _replace_backward(graph: fx.Graph, backward: fx.Node, rows: fx.Node) -> None:

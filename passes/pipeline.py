@@ -1,4 +1,9 @@
-"""The stages as Inductor hooks: one joint-graph pass (match, plan, rewrite) and one partitioner."""
+"""The pipeline: which steps there are, in which order, and the two Inductor hooks they run in.
+
+A step is timed, counted and traced: ``TORCH_LOGS=hot_compile`` says in one line what each graph's
+steps did, ``+hot_compile`` in one line a step, and with ``TORCH_TRACE`` tlparse shows every graph
+that a step changed, the plan and what crosses.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +25,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
+from hot_compile.passes.cost import Rates
+from hot_compile.passes.exact_forms import Candidate, candidates, take
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observation, observe
-from hot_compile.passes.patches import patches_as_products
-from hot_compile.passes.plan import Plan, Pricing, plan
-from hot_compile.passes.pools import gather_pool_gradients
+from hot_compile.passes.plan import Plan, Prices, plan
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
-from hot_compile.passes.shorten import shorten
-from hot_compile.passes.stems import stems_over_blocks
+from hot_compile.passes.site import Site
+from hot_compile.passes.steps import Step, run, traced
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.choose import plan_storage
-from hot_compile.passes.storage.crossers import Judge, crossers
+from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing
+from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
 from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
 
@@ -42,6 +48,10 @@ log = logging.getLogger("hot_compile")
 _TWIN_BUDGET = 0.3
 """Share of its activations that an observed graph keeps; the rest it computes again. About what
 compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
+
+
+Pricing = Callable[[torch.device], Rates | str]
+"""Rates of a device, or the reason why nothing can run there."""
 
 
 class Recorder(Protocol):
@@ -76,17 +86,162 @@ class Context:
 def sources_hash() -> str:
     """Digest of this package's own source, so that an upgrade never hits an old cache entry."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-class JointPass(CustomGraphPass):
-    """match -> plan -> rewrite on the joint graph, after whatever pass the user had there.
+@dataclasses.dataclass
+class Joint:
+    """What the steps on a joint graph hand on."""
 
-    Then what stays exact and has a faster form that is as exact (``patches_as_products``,
-    ``stems_over_blocks``, ``gather_pool_gradients``).
-    """
+    context: Context
+    graph: fx.Graph
+    sites: list[Site] = dataclasses.field(default_factory=list)
+    found: list[Candidate] = dataclasses.field(default_factory=list)
+    prices: Prices = dataclasses.field(default_factory=dict)
+    plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
+
+
+def _match(joint: Joint) -> int:
+    joint.sites = match(joint.graph, joint.context.inputs)
+    return len(joint.sites)
+
+
+def _candidates(joint: Joint) -> int:
+    joint.found = candidates(joint.graph)
+    return len(joint.found)
+
+
+def _price(joint: Joint) -> int:
+    devices = {site.device for site in joint.sites}
+    joint.prices = {device: joint.context.pricing(device) for device in devices}
+    return len(devices)
+
+
+def _plan(joint: Joint) -> int:
+    context = joint.context
+    args = (joint.sites, context.config, joint.prices, context.profile, joint.found)
+    joint.plan = plan(*args)
+    return len(joint.plan.rewritten)
+
+
+def _warn_of_plan(joint: Joint) -> int:
+    """Tell what the user's options ask of layers and cannot have."""
+    asked = joint.context.asked or joint.context.config
+    globs = list(idle_globs(joint.sites, asked))
+    overrides = list(idle_overrides(joint.sites, asked, joint.plan))
+    tell(globs + overrides)
+    return len(globs + overrides)
+
+
+def _rewrite(joint: Joint) -> int:
+    pin = not joint.context.config.recompute
+    joint.plan = rewrite(joint.graph, joint.sites, joint.plan, pin)
+    return len(joint.plan.rewritten)
+
+
+def _exact_forms(joint: Joint) -> int:
+    forms = take(joint.graph, joint.found, joint.plan.exact_forms)
+    joint.plan = dataclasses.replace(joint.plan, exact_forms=forms)
+    return sum(form.taken for form in forms)
+
+
+def _observe(joint: Joint) -> int:
+    assert joint.context.observation is not None
+    observe(joint.graph, joint.sites, joint.context.observation, joint.plan)
+    return len(joint.sites)
+
+
+@dataclasses.dataclass
+class Partitioned:
+    """What the steps on a partitioned graph hand on."""
+
+    context: Context
+    plan: Plan | None
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+    found: list[Crosser] = dataclasses.field(default_factory=list)
+    chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
+    stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
+        """Of the forward and of the backward."""
+        return self.forward.graph, self.backward.graph
+
+    @property
+    def stores(self) -> bool:
+        """Something may be stored compressed: the graph has layers, and the user wants it."""
+        return self.plan is not None and self.context.config.memory is not Memory.OFF
+
+    def judge(self) -> Judge:
+        """What says of the graphs, as they are now, which tensors tolerate rounding."""
+        config = self.context.config
+        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes)
+
+
+def _layouts(cut: Partitioned) -> int:
+    mark_channels_last(cut.forward)
+    return 0
+
+
+def _advance(cut: Partitioned) -> int:
+    if not cut.stores:
+        return 0
+    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+
+
+def _crossers(cut: Partitioned) -> int:
+    cut.found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+    return len(cut.found)
+
+
+def _plan_storage(cut: Partitioned) -> int:
+    if cut.stores:
+        cut.chosen = plan_storage(cut.found, cut.context.config)
+    return len(cut.chosen)
+
+
+def _store(cut: Partitioned) -> int:
+    cut.stored = store(*cut.graphs, cut.num_fwd_outputs, cut.chosen)
+    return len(cut.stored)
+
+
+JOINT: tuple[Step[Joint], ...] = (
+    Step("match", _match, needed=True),
+    Step("candidates", _candidates),
+    Step("price", _price),
+    Step("plan", _plan),
+    Step("warn", _warn_of_plan),
+    Step("rewrite", _rewrite, changes=True),
+    Step("exact_forms", _exact_forms, changes=True),
+)
+"""On the joint graph of forward and backward. What is not ``changes`` only reads it."""
+
+OBSERVED: tuple[Step[Joint], ...] = (
+    Step("match", _match, needed=True),
+    Step("price", _price),
+    Step("plan", _plan),
+    Step("warn", _warn_of_plan),
+    Step("observe", _observe, changes=True),
+)
+"""The same where calibration or a monitor looks on: the graph stays exact."""
+
+PARTITIONED: tuple[Step[Partitioned], ...] = (
+    Step("layouts", _layouts),
+    Step("advance", _advance, changes=True),
+    Step("crossers", _crossers),
+    Step("plan_storage", _plan_storage),
+    Step("store", _store, changes=True),
+)
+"""On the forward and the backward that min-cut made."""
+
+
+class JointPass(CustomGraphPass):
+    """``JOINT``, or ``OBSERVED``, after whatever pass the user had there."""
 
     def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
         self._context = context
@@ -100,29 +255,30 @@ class JointPass(CustomGraphPass):
         self.plan = None
         context = self._context
         context.recorder.graph("joint.before", graph)
+        joint = Joint(context, graph)
+        if context.observation is not None:
+            self._run(OBSERVED, joint)
+        elif self._run(JOINT, joint):
+            self.plan = joint.plan
+            context.recorder.graph("joint.after", graph)
+
+    def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
+        """Whether they all ran."""
+        graphs = {"joint": joint.graph}
+        reading = tuple(step for step in steps if not step.changes)
+        changing = steps[len(reading) :]
         try:
-            sites = match(graph, context.inputs)
-            if not sites:
-                return
-            chosen = plan(sites, context.config, context.pricing, context.profile)
-            asked = context.asked or context.config
-            tell((*idle_globs(sites, asked), *idle_overrides(sites, asked, chosen)))
-            if context.observation is not None:
-                observe(graph, sites, context.observation, chosen)
-                return
+            if not run("joint", reading, joint, graphs):
+                return False
         except (HotError, OptionWarning):  # the user's mistake, e.g. a profile of another model
             raise
         except Exception:
             log.warning(
                 "hot: the joint graph could not be read; this graph stays exact", exc_info=True
             )
-            return
-        self.plan = rewrite(graph, sites, chosen, pin=not context.config.recompute)
-        if context.config.recipe != "exact":
-            patches_as_products(graph)
-            stems_over_blocks(graph)
-            gather_pool_gradients(graph)
-        context.recorder.graph("joint.after", graph)
+            return False
+        run("joint", changing, joint, graphs)
+        return True
 
     def uuid(self) -> Any:
         """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
@@ -143,50 +299,39 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph, store what crosses by plan, and record what came of it."""
-        forward, backward = self._split(gm, joint_inputs, kwargs)
+        cut = self._cut(gm, joint_inputs, kwargs)
+        recorder = self._context.recorder
+        graphs = {"forward": cut.forward.graph, "backward": cut.backward.graph}
         try:
-            mark_channels_last(forward)
-            kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+            run("partitioned", PARTITIONED, cut, graphs)
+            kept = crossing(cut.found, cut.stored)
+            if cut.stores:
+                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
         except OptionWarning:  # the user's filter makes errors of warnings
             raise
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
-            forward, backward = self._split(gm, joint_inputs, kwargs)  # the graphs half changed
+            cut = self._cut(gm, joint_inputs, kwargs)  # the graphs half changed
             kept = ()
-        forward.recompile()
-        backward.recompile()
-        recorder = self._context.recorder
-        recorder.graph("forward", forward)
-        recorder.graph("backward", backward)
+        for name, half in (("forward", cut.forward), ("backward", cut.backward)):
+            half.recompile()
+            recorder.graph(name, half)
+        if self._joint.plan is not None:
+            traced("hot_plan", self._joint.plan.to_json)
+        traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
         recorder.finished(self._joint.plan, kept)
-        return forward, backward
+        return cut.forward, cut.backward
 
-    def _split(
+    def _cut(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    ) -> Partitioned:
         partition: Callable = self._inner or min_cut_rematerialization_partition
         if self._context.observation is not None:
             _keep_random_draws(gm.graph)
         with self._recomputation():
             forward, backward = partition(gm, joint_inputs, **kwargs)
-        shorten(backward.graph)
-        return forward, backward
-
-    def _compress(
-        self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int
-    ) -> tuple[Crossing, ...]:
-        """Store what crosses by plan, if the graph has layers at all."""
-        config, inputs = self._context.config, self._context.inputs
-        stores = self._joint.plan is not None and config.memory is not Memory.OFF
-        judge = Judge(forward, backward, inputs, config.memory_min_bytes)
-        if stores and advance(forward, backward, num_fwd_outputs, judge):
-            judge = Judge(forward, backward, inputs, config.memory_min_bytes)
-        found = crossers(forward, backward, num_fwd_outputs, judge)
-        chosen = plan_storage(found, config) if stores else {}
-        kept = crossing(found, store(forward, backward, num_fwd_outputs, chosen))
-        if stores:
-            tell(unmet_budget(found, chosen, kept, config))
-        return kept
+        outputs = kwargs["num_fwd_outputs"]
+        return Partitioned(self._context, self._joint.plan, forward, backward, outputs)
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
@@ -210,16 +355,16 @@ class Partitioner(CustomPartitionerFn):
         return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
 
 
+def _uuid(identity: str, others: Sequence[Any]) -> Any:
+    theirs = [other.uuid() if hasattr(other, "uuid") else None for other in others]
+    if any(uuid is None for uuid in theirs):
+        return None
+    return hashlib.sha256(repr((identity, theirs, torch.__version__)).encode()).hexdigest()
+
+
 def _keep_random_draws(graph: fx.Graph) -> None:
     """A backward that drew again would draw something else; Inductor's seeds are a few bytes."""
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _uuid(identity: str, others: Sequence[Any]) -> Any:
-    theirs = [other.uuid() if hasattr(other, "uuid") else None for other in others]
-    if any(uuid is None for uuid in theirs):
-        return None
-    return hashlib.sha256(repr((identity, theirs, torch.__version__)).encode()).hexdigest()

@@ -6,22 +6,25 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import fx
 
 from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import lqs
-from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_bytes
+from hot_compile.passes.cost import Rates, Shape, at, kept_bytes, predicted_gain, rows_that_pay
+from hot_compile.passes.exact_forms import Candidate, FormDecision
 from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
-from hot_compile.passes.site import Site, hint
+from hot_compile.passes.site import Site, SiteNodes, hint
+from hot_compile.passes.strategies import STRATEGIES, How, Spec
 from hot_compile.runtime.ops import SHARED_RANKS
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
 
@@ -56,10 +59,28 @@ class Decision:
     """x as this strategy stores it, where it has to be stored at all."""
     tiles: bool = False
     """HLA's 16 rows are a tile of a convolution's positions, not consecutive ones."""
-    shared: bool = False
+    one_read: bool = False
     """g_y is quantised once, to 8 bits, for both products (docs/adr/0005)."""
     packed: bool = False
     """g_x's operands are packed two values a byte, for INT4 tensor cores (docs/adr/0008)."""
+
+    def how(self, nodes: SiteNodes | None = None, **more: Any) -> How:
+        """What a Linear's strategy is told; ``more``: fields of ``How`` that no plan knows."""
+        return How(
+            gx=self.gx,
+            gw=self.gw,
+            dtype=getattr(torch, self.dtype),
+            gx_bits=self.gx_bits,
+            per_row=self.per_channel or self.per_token,
+            per_channel=self.per_channel,
+            rank=self.rank,
+            tokens=self.tokens,
+            packed=self.packed,
+            one_read=self.one_read,
+            weight_is_io=nodes is not None and nodes.weight_is_io,
+            grad_weight_is_io=nodes is not None and nodes.grad_weight_is_io,
+            **more,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +89,8 @@ class Plan:
 
     recipe: str
     decisions: tuple[Decision, ...]
+    exact_forms: tuple[FormDecision, ...] = ()
+    """Of what stays exact and has a faster form: whether it gets it."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -94,7 +117,13 @@ class Plan:
             {**dataclasses.asdict(d), "shape": list(d.shape), "strategy": d.strategy.value}
             for d in self.decisions
         ]
-        return {"version": PLAN_VERSION, "recipe": self.recipe, "decisions": decisions}
+        forms = [dataclasses.asdict(form) for form in self.exact_forms]
+        return {
+            "version": PLAN_VERSION,
+            "recipe": self.recipe,
+            "decisions": decisions,
+            "exact_forms": forms,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
@@ -113,7 +142,8 @@ class Plan:
                 Decision(**{**d, "shape": tuple(d["shape"]), "strategy": Strategy(d["strategy"])})
                 for d in data["decisions"]
             )
-            return cls(recipe=data["recipe"], decisions=decisions)
+            forms = tuple(FormDecision(**form) for form in data["exact_forms"])
+            return cls(recipe=data["recipe"], decisions=decisions, exact_forms=forms)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
                 f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."
@@ -124,20 +154,25 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
-Pricing = Callable[[torch.device], "Rates | str"]
-"""Rates of a device, or the reason why nothing can run there."""
+Prices = Mapping[torch.device, "Rates | str"]
+"""By device: its rates, or the reason why nothing can run there."""
 
 
 def plan(
-    sites: Sequence[Site], config: HotConfig, pricing: Pricing, profile: Profile | None = None
+    sites: Sequence[Site],
+    config: HotConfig,
+    prices: Prices,
+    profile: Profile | None = None,
+    found: Sequence[Candidate] = (),
 ) -> Plan:
-    """Choose a strategy for every Site.
+    """Choose a strategy for every Site, and which exact operators get a faster form.
 
     Args:
         sites: what ``match`` found.
         config: the user's recipe and options.
-        pricing: gives a device's rates, or says why the runtime is missing there.
+        prices: of every Site's device.
         profile: what calibration measured of this model, if it did.
+        found: what can take an exact form.
 
     Raises:
         ProfileMismatchError: the profile is of another model.
@@ -145,21 +180,31 @@ def plan(
     if profile is not None and config.lqs == "off":  # what was observed may lack idle layers
         profile.check(sites, config.rank)
     layers = profile.layers if profile is not None else {}
+    own = dict(config.rates)
+    prices = {d: r if isinstance(r, str) else r.override(own) for d, r in prices.items()}
+    decisions = [_decide(site, config, prices, layers.get(site.name)) for site in sites]
+    pairs = zip(sites, decisions, strict=True)
+    taken = {s.nodes.forward for s, d in pairs if s.nodes and d.strategy is not Strategy.EXACT}
+    forms = (_decide_form(candidate, config, taken) for candidate in found)
+    return Plan(config.recipe, tuple(decisions), tuple(forms))
 
-    def priced(device: torch.device) -> Rates | str:
-        rates = pricing(device)
-        return rates if isinstance(rates, str) else rates.override(dict(config.rates))
 
-    decisions = (_decide(site, config, priced, layers.get(site.name)) for site in sites)
-    return Plan(config.recipe, tuple(decisions))
+def _decide_form(candidate: Candidate, config: HotConfig, rewritten: Set[fx.Node]) -> FormDecision:
+    """Whether an exact operator gets its faster form. ``rewritten``: products not exact now."""
+    problem = _not_asked_for(candidate.layer, config)
+    if not config.exact_forms:
+        problem = "exact_forms=False"
+    elif candidate.node in rewritten:
+        problem = "its backward is rewritten"
+    problem = problem or candidate.form.pays(candidate.reads, candidate.tf32)
+    reason = problem or "as exact, and faster on this device"
+    return FormDecision(candidate.layer, candidate.form.name, not problem, reason)
 
 
-def _decide(
-    site: Site, config: HotConfig, pricing: Pricing, layer: LayerProfile | None
-) -> Decision:
+def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile | None) -> Decision:
     if site.refusal:
         return _decision(site, config, Strategy.EXACT, site.refusal)
-    rates = pricing(site.device)
+    rates = prices[site.device]
     if isinstance(rates, str):
         return _decision(site, config, Strategy.EXACT, rates)
     if site.conv is not None and not rates.convolution:
@@ -181,6 +226,7 @@ def _decide(
         strategy = decision.strategy
     if decision.predicted_gain < config.min_gain:
         why = f"not worth it: {strategy} predicted {decision.predicted_gain:.2f}x exact"
+        why += _would_pay(site, decision, rates, config)
         return _decision(site, config, Strategy.EXACT, why, rates)
     return decision
 
@@ -216,10 +262,8 @@ def _override(name: str, config: HotConfig) -> Strategy | None:
 
 def _excluded(site: Site, config: HotConfig) -> str | None:
     """Why the user's globs or the paper's rules leave this layer alone."""
-    if not any(fnmatchcase(site.name, glob) for glob in config.include):
-        return f"not in include={list(config.include)}"
-    if any(fnmatchcase(site.name, glob) for glob in config.exclude):
-        return f"in exclude={list(config.exclude)}"
+    if problem := _not_asked_for(site.name, config):
+        return problem
     if "lora_" in site.name:
         return "low-rank factor: quantising it collapses accuracy (paper, table 3)"
     if site.head and config.keep_head:
@@ -230,6 +274,15 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
     if small <= _LOW_RANK and large >= 8 * small:
         return "low-rank factor or head by shape: left alone, as in the paper"
     return None
+
+
+def _not_asked_for(layer: str, config: HotConfig) -> str:
+    """Why the user's globs leave this layer alone; '' if they do not."""
+    if not any(fnmatchcase(layer, glob) for glob in config.include):
+        return f"not in include={list(config.include)}"
+    if any(fnmatchcase(layer, glob) for glob in config.exclude):
+        return f"in exclude={list(config.exclude)}"
+    return ""
 
 
 def _feasible(
@@ -249,7 +302,7 @@ def _feasible(
         reasons.append("frozen weight: no g_w, nothing saved")
     for strategy in strategies:
         problem = batch_problem(site) if _wants_batch(site, strategy, config) else None
-        if site.conv is not None and strategy in BASELINES:
+        if site.conv is not None and not STRATEGIES[strategy].convolves:
             problem = "the baselines cover Linear layers only"
         problem = problem or lqs.over_budget(layer, config, strategy, bits)
         if problem is None:
@@ -261,8 +314,8 @@ def _feasible(
 
 
 def _wants_batch(site: Site, strategy: Strategy, config: HotConfig) -> bool:
-    """``hla8`` groups rows across the batch; a convolution's by spatial tiles instead."""
-    return strategy is Strategy.HLA8 and config.rows is Rows.BATCH and site.conv is None
+    """Rows are grouped across the batch; a convolution's by spatial tiles instead."""
+    return STRATEGIES[strategy].grouped and config.rows is Rows.BATCH and site.conv is None
 
 
 def batch_problem(site: Site) -> str | None:
@@ -285,31 +338,14 @@ def _decision(
     layer: LayerProfile | None = None,
 ) -> Decision:
     """Fill in the numbers that follow from the choice."""
-    gx, gw = site.needs_grad_input, site.needs_grad_weight
-    hla = strategy is Strategy.HLA8
-    shape = Shape(
-        rows=hint(site.rows),
-        outputs=hint(site.outputs),
-        inputs=hint(site.inputs),
-        element=site.dtype.itemsize,
-        rank=config.rank,
-    )
-    dtype = str(site.dtype).removeprefix("torch.")
-    gain, gx_bits = 1.0, _gx_bits(site, config, rates, layer)
-    rank = config.rank if hla or strategy is Strategy.LBP_WHT else 0
-    shared = gx_bits == 8 and config.per_channel and _shares(site, strategy, rank, rates)
-    packed = gx and gx_bits == 4 and _multiplies_int4(site, rates)
-    if site.conv is not None:
-        priced = None if strategy is Strategy.EXACT else rates
-        gain, before, after = conv_numbers(site, strategy, priced, shape, config.rows)
-    else:
-        if strategy is not Strategy.EXACT and rates is not None:
-            gain = predicted_gain(strategy, gx, gw, rates, dtype, shape, shared, packed)
-        before, after = int(at(saved_bytes(Strategy.EXACT), shape)), _saved(strategy, shape)
-    return Decision(
+    gx, gw, spec = site.needs_grad_input, site.needs_grad_weight, STRATEGIES[strategy]
+    gx_bits = _gx_bits(site, config, rates, layer)
+    rank = config.rank if spec.low_rank else 0
+    packs = gx and gx_bits == 4 and _multiplies_int4(site, rates)
+    unpriced = Decision(
         site=site.name,
         shape=(str(site.rows), str(site.outputs), str(site.inputs)),
-        dtype=dtype,
+        dtype=str(site.dtype).removeprefix("torch."),
         strategy=strategy,
         reason=reason,
         gx=gx,
@@ -319,20 +355,65 @@ def _decision(
         per_token=lqs.per_token(layer, config),
         rank=rank,
         tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(site, strategy, config) else 1,
+        predicted_gain=1.0,
+        bytes_before=0,
+        bytes_after=0,
+        tiles=spec.grouped and site.conv is not None and config.rows is Rows.BATCH,
+        one_read=gx_bits == 8 and config.per_channel and _reads_once(site, spec, rank, rates),
+        packed=packs and strategy is not Strategy.EXACT and strategy not in BASELINES,
+    )
+    gain, before, after = _numbers(site, unpriced, rates, config)
+    return dataclasses.replace(
+        unpriced,
         predicted_gain=round(gain, 3),
         bytes_before=before if gw else 0,
         bytes_after=after if gw else 0,
-        tiles=hla and site.conv is not None and config.rows is Rows.BATCH,
-        shared=shared,
-        packed=packed and strategy is not Strategy.EXACT and strategy not in BASELINES,
     )
 
 
-def _shares(site: Site, strategy: Strategy, rank: int, rates: Rates | None) -> bool:
+def _numbers(
+    site: Site, d: Decision, rates: Rates | None, config: HotConfig
+) -> tuple[float, int, int]:
+    """(predicted gain, bytes of x as exact saves it, as the strategy would); gain 1 unpriced."""
+    shape = shape_of(site, config.rank)
+    priced = None if d.strategy is Strategy.EXACT else rates
+    if site.conv is not None:
+        return conv_numbers(site, d.strategy, priced, shape, config.rows)
+    how = d.how(site.nodes if isinstance(site.nodes, SiteNodes) else None)
+    gain = 1.0 if priced is None else predicted_gain(d.strategy, how, priced, d.dtype, shape)
+    before, after = (int(at(kept_bytes(s, how), shape)) for s in (Strategy.EXACT, d.strategy))
+    return gain, before, after
+
+
+def _would_pay(site: Site, d: Decision, rates: Rates, config: HotConfig) -> str:
+    """From which batch on a Linear that is too small would be worth it; '' of a convolution."""
+    if not isinstance(site.nodes, SiteNodes):
+        return ""
+    shape, how = shape_of(site, config.rank), d.how(site.nodes)
+    rows = rows_that_pay(d.strategy, how, rates, d.dtype, shape, config.min_gain)
+    if rows is None:
+        return "; no number of rows would change that"
+    samples = hint(site.lead[0])
+    per_sample = shape.rows // samples if site.batched and samples else 0
+    batch = f" (a batch of {-(-rows // per_sample)})" if per_sample else ""
+    return f"; it would pay from {rows} rows on{batch}"
+
+
+def shape_of(site: Site, rank: int) -> Shape:
+    """The layer's numbers, symbolic sizes as traced."""
+    return Shape(
+        rows=hint(site.rows),
+        outputs=hint(site.outputs),
+        inputs=hint(site.inputs),
+        element=site.dtype.itemsize,
+        rank=rank,
+    )
+
+
+def _reads_once(site: Site, spec: Spec, rank: int, rates: Rates | None) -> bool:
     """One quantisation of g_y can serve both products, and does so faster on this device."""
     both = site.needs_grad_input and site.needs_grad_weight and site.conv is None
-    stored = strategy in (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
-    return both and stored and rank in SHARED_RANKS and rates is not None and rates.one_read
+    return both and spec.one_read and rank in SHARED_RANKS and rates is not None and rates.one_read
 
 
 def _gx_bits(site: Site, config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:
@@ -343,8 +424,3 @@ def _gx_bits(site: Site, config: HotConfig, rates: Rates | None, layer: LayerPro
 def _multiplies_int4(site: Site, rates: Rates | None) -> bool:
     """The device multiplies INT4 faster than INT8, and there is an operator that does: Linear's."""
     return site.conv is None and rates is not None and rates.int4 > rates.integer
-
-
-def _saved(strategy: Strategy, shape: Shape) -> int:
-    kept = Strategy.EXACT if strategy is Strategy.GX_ONLY else strategy
-    return int(at(saved_bytes(kept), shape))

@@ -17,11 +17,10 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.exact_forms import replace_each
 from hot_compile.passes.first_conv import (
     CHANNEL_MULTIPLE,
     backwards_of,
-    suits_cudnn,
+    slow_in_cudnn,
     wants_grad_input,
 )
 from hot_compile.passes.graph import aten, value_of
@@ -62,13 +61,13 @@ class _Axis:
         return front, self.stride * (self.outputs - 1) + self.length - front - self.size
 
 
-def stems_over_blocks(graph: fx.Graph) -> int:
-    """Replace, in place, strided convolutions of images of few channels where cuDNN is slow.
-
-    Returns how many were replaced.
-    """
-    found = graph.find_nodes(op="call_function", target=aten.convolution.default)
-    return replace_each(graph, found, _replace)
+def applies(conv: fx.Node) -> bool:
+    """A strided convolution of an image of few channels, which nobody wants the gradient of."""
+    axes, backwards = _axes(conv), backwards_of(conv)
+    if axes is None or not backwards or any(map(wants_grad_input, backwards)):
+        return False
+    overlap = any(axis.kernel > axis.stride for axis in axes)  # patches are products
+    return overlap and value_of(conv.args[0]).shape[1] * axes[0].stride ** 2 <= _MOST_CHANNELS
 
 
 def _axes(conv: fx.Node) -> list[_Axis] | None:
@@ -87,22 +86,19 @@ def _axes(conv: fx.Node) -> list[_Axis] | None:
     return list(map(_Axis, sizes[1:], kernel, strides, paddings, outputs))
 
 
-def _pays(conv: fx.Node, axes: list[_Axis]) -> bool:
-    """cuDNN has no fast kernel for so many channels, but one for those of blocks."""
-    x = value_of(conv.args[0])
-    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    overlap = any(axis.kernel > axis.stride for axis in axes)  # patches are products
-    few = x.shape[1] * axes[0].stride ** 2 <= _MOST_CHANNELS
-    return overlap and few and not suits_cudnn(x.shape[1])
+def pays(x: torch.Tensor, tf32: bool) -> str:
+    """'' where cuDNN has no fast kernel for x's channels, but one for those of blocks."""
+    if problem := slow_in_cudnn(x):
+        return problem
+    halves = (torch.bfloat16, torch.float16)
+    return "" if x.dtype in halves else f"not measured in {x.dtype}"
 
 
-def _replace(graph: fx.Graph, conv: fx.Node) -> bool:
+def replace(graph: fx.Graph, conv: fx.Node) -> bool:
+    """Give a strided convolution of an image, and its backward, the form over blocks."""
     x, weight, bias = conv.args[:3]
     axes, backwards = _axes(conv), backwards_of(conv)
-    if axes is None or not _pays(conv, axes):
-        return False
-    if not backwards or any(wants_grad_input(backward) for backward in backwards):
+    if axes is None:
         return False
     emit = Emitter(graph, conv, conv)
     image = _in_blocks(emit, x, axes, [axis.image_border for axis in axes])

@@ -183,10 +183,10 @@ def test_dump_writes_every_stage_even_when_the_cache_would_hit(tmp_path):
     for folder in folders:
         names = {f.name for f in folder.iterdir()}
         assert {"plan.json", "crossing.json"} < names
-        assert "hot.compress_int4" in (folder / "01.joint.after.py").read_text()
-        assert "hot.compress_int4" not in (folder / "00.joint.before.py").read_text()
+        assert "hot.quantize_columns" in (folder / "01.joint.after.py").read_text()
+        assert "hot.quantize_columns" not in (folder / "00.joint.before.py").read_text()
         crossing = json.loads((folder / "crossing.json").read_text())
-        assert any(c["dtype"] == "uint8" for c in crossing)
+        assert any(c["bytes"] for c in crossing)
 
 
 def test_dump_by_environment_variable(tmp_path, monkeypatch):

@@ -127,6 +127,7 @@ def test_hash_sees_every_field():
         "memory_bits": 8,
         "memory_budget": 0.5,
         "memory_min_bytes": 1,
+        "exact_forms": False,
         "min_gain": 2.0,
         "dump": "x",
         "rates": (("integer", 1.0),),

@@ -87,7 +87,7 @@ def test_gradients(strategy, dtype):
 
     got = gradients(model, run)
     decisions = [d for graph in seen for d in graph.plan]
-    assert all(d.shared and d.strategy is Strategy(strategy) for d in decisions)
+    assert all(d.one_read and d.strategy is Strategy(strategy) for d in decisions)
     floor = 0.75 if strategy == "hla8" else 0.97
     assert min(cosine(got[name], exact[name]) for name in exact) > floor
 
@@ -201,5 +201,5 @@ def test_a_recomputed_x_waits_in_8_bits():
 )
 def test_others_keep_a_form_for_each_product(options):
     recorder = stages(options)
-    assert not any(d.shared for d in recorder.plan)
+    assert not any(d.one_read for d in recorder.plan)
     assert any("hot.quantize_grad.default" in found for found in recorder.names.values())

@@ -1,10 +1,12 @@
 """Convolutions over patches as products: same values, no convolution left, nothing else touched."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
-from hot_compile.passes import patches
+from hot_compile.passes import exact_forms, patches
 from hot_compile.passes.graph import aten
 from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD
 from hot_compile.testing import hot_step
@@ -41,17 +43,19 @@ def gradients(net, image):
 
 @pytest.fixture
 def pays(monkeypatch):
-    """As if on a GPU, where cuDNN is slow at three channels."""
+    """As if on a GPU, where cuDNN is slow at three channels: (replaced, convolutions left)."""
     seen = []
 
-    def spy(graph):
-        count = original(graph)
-        seen.append((count, convolutions([graph])))
-        return count
+    def spy(graph, found, chosen):
+        done = original(graph, found, chosen)
+        seen.append((sum(form.taken for form in done), convolutions([graph])))
+        return done
 
-    original = patches.patches_as_products
-    monkeypatch.setattr(patches, "_pays", lambda conv: True)
-    monkeypatch.setattr("hot_compile.passes.pipeline.patches_as_products", spy)
+    original = exact_forms.take
+    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is patches.replace)
+    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
+    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))
+    monkeypatch.setattr("hot_compile.passes.pipeline.take", spy)
     return seen
 
 
@@ -105,7 +109,24 @@ def test_an_image_that_wants_a_gradient_stays(pays):
 def test_recipe_exact_touches_nothing(pays):
     net, image = Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(2, 3, 16, 16)
     hot_step(net, image, options={"recipe": "exact"})
-    assert pays == []
+    assert pays == [(0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"exact_forms": False}, "exact_forms=False"),
+        ({"exclude": ["*conv"]}, "in exclude=['*conv']"),
+        ({"include": ["*head"]}, "not in include=['*head']"),
+        ({"override": {"*conv": "int8"}}, "its backward is rewritten"),
+    ],
+)
+def test_the_user_decides_and_is_told(pays, options, why):
+    net, image = Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(2, 3, 16, 16)
+    _, (graph,) = hot_step(net, image, options={**OPTIONS, **options})
+    (form,) = graph.plan.exact_forms
+    assert (form.layer, form.taken, form.reason) == ("conv", False, why)
+    assert pays[0][0] == 0
 
 
 def test_a_batch_of_any_size(pays):
@@ -125,39 +146,35 @@ def test_what_cannot_be_built_stays_a_convolution(pays, monkeypatch, caplog):
         raise NotImplementedError("no such layout")
 
     monkeypatch.setattr(patches, "_as_image", fail)
-    hot_step(Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(2, 3, 16, 16), options=OPTIONS)
+    net = Embedding(nn.Conv2d(3, 8, 4, stride=4))
+    _, (graph,) = hot_step(net, torch.randn(2, 3, 16, 16), options=OPTIONS)
     assert pays == [(0, 2)]
     assert "stays as it is" in caplog.text
+    assert "no such layout" in graph.plan.exact_forms[0].reason
 
 
 def test_on_a_cpu_convolutions_stay():
-    assert not patches._pays(conv_of(torch.randn(2, 3, 8, 8)))
+    net, image = Embedding(nn.Conv2d(3, 8, 4, stride=4)), torch.randn(2, 3, 16, 16)
+    _, (graph,) = hot_step(net, image, options=OPTIONS)
+    (form,) = graph.plan.exact_forms
+    assert not form.taken
+    assert "runs on cpu" in form.reason
 
 
 @pytest.mark.parametrize(
-    ("dtype", "channels", "precision", "pays"),
+    ("dtype", "channels", "tf32", "why"),
     [
-        (torch.bfloat16, 3, "highest", True),
-        (torch.float16, 1, "highest", True),
-        (torch.bfloat16, 8, "highest", False),
-        (torch.float32, 3, "highest", False),
-        (torch.float32, 3, "high", True),
-        (torch.float64, 3, "high", False),
+        (torch.bfloat16, 3, False, ""),
+        (torch.float16, 1, False, ""),
+        (torch.bfloat16, 8, False, "fast kernels for 8 channels"),
+        (torch.float32, 3, False, "may not use TF32"),
+        (torch.float32, 3, True, ""),
+        (torch.float64, 3, True, "not measured in torch.float64"),
     ],
 )
-def test_on_a_gpu_where_cudnn_is_slow_and_a_product_no_less_precise(
-    monkeypatch, dtype, channels, precision, pays
-):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+def test_on_a_gpu_where_cudnn_is_slow_and_a_product_no_less_precise(dtype, channels, tf32, why):
     with torch._subclasses.fake_tensor.FakeTensorMode():
         x = torch.empty(2, channels, 8, 8, dtype=dtype, device="cuda")
-    assert patches._pays(conv_of(x)) is pays
-
-
-def conv_of(x):
-    """A graph's convolution of x by kernels of 4 at steps of 4."""
-    graph = torch.fx.Graph()
-    image, weight = graph.placeholder("x"), graph.placeholder("weight")
-    image.meta["val"] = x
-    settings = ([4, 4], [0, 0], [1, 1], False, [0, 0], 1)
-    return graph.call_function(aten.convolution.default, (image, weight, None, *settings))
+    found = patches.pays(x, tf32)
+    assert why in found
+    assert bool(why) == bool(found)

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 from torch import fx
 
-from hot_compile.config import HotConfig
+from hot_compile.config import HotConfig, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import cost
 from hot_compile.passes.devices import RATES, cuda_rates
 from hot_compile.passes.plan import Plan, plan
 from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.passes.strategies import How
 
 VNNI = RATES["cpu-vnni"]
 AMPERE_LIKE = cost.Rates(
@@ -54,7 +56,7 @@ def site(name="blocks.0.fc1", lead=(32, 197), gx=True, gw=True, refusal=None, **
 
 
 def decide(one, device_rates=VNNI, **options):
-    (decision,) = plan([one], HotConfig.from_options(options), lambda device: device_rates)
+    (decision,) = plan([one], HotConfig.from_options(options), {one.device: device_rates})
     return decision
 
 
@@ -125,6 +127,24 @@ def test_exact_always_says_why(one, options, why):
     assert why in decision.reason
 
 
+def test_a_layer_that_is_too_small_says_from_which_batch_on_it_would_pay():
+    small = site(lead=(2, 16), outputs=256, inputs=256)
+    reason = decide(small).reason
+    rows, batch = map(int, re.findall(r"pay from (\d+) rows on \(a batch of (\d+)\)", reason)[0])
+    assert rows <= 16 * batch < rows + 16
+    options = HotConfig()
+    for count, pays in ((rows, True), (rows - 1, False)):
+        other = site(lead=(count, 1), outputs=256, inputs=256)
+        decision = decide(other, min_gain=0)
+        assert (decision.predicted_gain >= options.min_gain - 5e-4) is pays or not pays
+        assert (decide(other).strategy == "int4") is pays
+
+
+def test_a_layer_that_never_pays_says_so():
+    slow = dataclasses.replace(VNNI, integer=1e9)
+    assert "no number of rows" in decide(site(), slow).reason
+
+
 def test_rates_can_be_overridden():
     assert "not worth it" in decide(site(), rates={"integer": 1e9, "float32": 1e12}).reason
     assert decide(site(), AMPERE_LIKE, rates={"int4": 1e12}).gx_bits == 8
@@ -148,7 +168,7 @@ def test_last_override_wins_even_over_cost_and_head():
 
 
 def test_plan_is_json_both_ways_and_hashable():
-    chosen = plan([site(), site(name="b", gw=False)], HotConfig(), lambda device: VNNI)
+    chosen = plan([site(), site(name="b", gw=False)], HotConfig(), {torch.device("cpu"): VNNI})
     again = Plan.from_json(json.loads(json.dumps(chosen.to_json())))
     assert again == chosen
     assert hash(again) == hash(chosen)
@@ -167,7 +187,7 @@ def test_a_foreign_plan_is_refused(data):
 
 
 def test_cost_is_symbolic_in_the_layers_shape():
-    expression = cost.seconds(cost.hot_cost(cost.Strategy.INT4, True, True), VNNI, "float32")
+    expression = cost.seconds(cost.layer_cost(Strategy.INT4, How()), VNNI, "float32")
     assert {cost.L, cost.O, cost.I} <= expression.free_symbols
     small = cost.at(expression, cost.Shape(100, 64, 64, 4))
     large = cost.at(expression, cost.Shape(200, 64, 64, 4))
@@ -177,8 +197,8 @@ def test_cost_is_symbolic_in_the_layers_shape():
 def test_half_length_product_is_cheaper():
     shape = cost.Shape(25216, 768, 3072, 4)
     cheap, full = (
-        cost.at(cost.hot_cost(s, True, True).int_ops, shape)
-        for s in (cost.Strategy.HLA8, cost.Strategy.INT4)
+        cost.at(cost.layer_cost(strategy, How(rank=rank)).int_ops, shape)
+        for strategy, rank in ((Strategy.HLA8, 8), (Strategy.INT4, 0))
     )
     assert cheap == pytest.approx(0.75 * full)
 
@@ -189,21 +209,22 @@ def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         for layer in layers:
             shape = cost.Shape(*layer, size)
-            gain = cost.predicted_gain(
-                cost.Strategy.INT4, True, True, RATES["sm90"], dtype, shape, shared=True
-            )
+            how = How(one_read=True)
+            gain = cost.predicted_gain(Strategy.INT4, how, RATES["sm90"], dtype, shape)
             assert gain < 1
 
 
 @pytest.mark.parametrize(
     ("strategy", "measured"),
-    [(cost.Strategy.EXACT, 22.8), (cost.Strategy.HLA8, 20.2)],
+    [(Strategy.EXACT, 22.8), (Strategy.HLA8, 20.2)],
 )
 def test_hoppers_rates_agree_with_a_whole_step(strategy, measured):
     """Milliseconds of the kernels of ViT-B's 48 layers, batch 256, bf16, in a step on an H200."""
     layers = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
     shapes = [cost.Shape(256 * 197, *layer, 2) for layer in layers]
-    price = cost.seconds(cost.hot_cost(strategy, True, True, True), RATES["sm90"], "bfloat16")
+    price = cost.seconds(
+        cost.layer_cost(strategy, How(rank=8, one_read=True)), RATES["sm90"], "bfloat16"
+    )
     assert 12e3 * sum(cost.at(price, s) for s in shapes) == pytest.approx(measured, rel=0.06)
 
 

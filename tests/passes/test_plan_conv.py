@@ -47,7 +47,7 @@ def site(kernel=3, stride=1, size=28, channels=(128, 128), batch=8, first=False,
 
 
 def decide(one, rates=VNNI, **options):
-    (decision,) = plan([one], HotConfig.from_options(options), lambda device: rates)
+    (decision,) = plan([one], HotConfig.from_options(options), {one.device: rates})
     return decision
 
 

@@ -1,10 +1,12 @@
 """Max pools' gradients gathered by plain operators: the same numbers, whatever the windows."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
-from hot_compile.passes import pools
+from hot_compile.passes import exact_forms, pools
 from hot_compile.testing import hot_step
 
 OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact
@@ -14,15 +16,22 @@ OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact
 def rewritten(monkeypatch):
     """As if on a GPU; how many pools of each graph were rewritten."""
     counts = []
-    original = pools.gather_pool_gradients
+    original = exact_forms.take
 
-    def spy(graph):
-        counts.append(original(graph))
-        return counts[-1]
+    def spy(graph, found, chosen):
+        done = original(graph, found, chosen)
+        counts.append(sum(form.taken for form in done))
+        return done
 
-    monkeypatch.setattr(pools, "_pays", lambda offsets: True)
-    monkeypatch.setattr("hot_compile.passes.pipeline.gather_pool_gradients", spy)
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("hot_compile.passes.pipeline.take", spy)
     return counts
+
+
+def as_on_a_gpu(monkeypatch):
+    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is pools.replace)
+    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
+    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))
 
 
 class Pooled(nn.Module):
@@ -102,7 +111,7 @@ def test_a_failure_leaves_the_pool(monkeypatch, caplog):
     def fail(*args):
         raise ValueError("planted")
 
-    monkeypatch.setattr(pools, "_pays", lambda offsets: True)
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(pools, "_gather", fail)
     torch.manual_seed(0)
     check(Pooled(nn.MaxPool2d(3, 2, 1)), torch.randn(2, 3, 8, 8))

@@ -1,10 +1,12 @@
 """Strided first convolutions over blocks: the same values and gradients, nothing else touched."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
-from hot_compile.passes import stems
+from hot_compile.passes import exact_forms, stems
 from hot_compile.passes.graph import aten
 from hot_compile.testing import hot_step
 
@@ -15,16 +17,18 @@ OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact
 def replaced(monkeypatch):
     """As if on a GPU: (how many were replaced, the strides of all convolutions), by graph."""
     seen = []
-    original = stems.stems_over_blocks
+    original = exact_forms.take
 
-    def spy(graph):
-        count = original(graph)
+    def spy(graph, found, chosen):
+        done = original(graph, found, chosen)
         convs = (n for n in graph.nodes if n.target is aten.convolution.default)
-        seen.append((count, [n.args[3] for n in convs]))
-        return count
+        seen.append((sum(form.taken for form in done), [n.args[3] for n in convs]))
+        return done
 
-    monkeypatch.setattr(stems, "_pays", lambda conv, axes: True)
-    monkeypatch.setattr("hot_compile.passes.pipeline.stems_over_blocks", spy)
+    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is stems.replace)
+    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
+    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))
+    monkeypatch.setattr("hot_compile.passes.pipeline.take", spy)
     return seen
 
 
@@ -101,7 +105,7 @@ def test_an_image_that_wants_a_gradient_stays(replaced):
 def test_recipe_exact_touches_nothing(replaced):
     net = Stem(nn.Conv2d(3, 8, 3, stride=2))
     hot_step(net, torch.randn(2, 3, 16, 16), options={"recipe": "exact"})
-    assert replaced == []
+    assert [count for count, _ in replaced] == [0]
 
 
 def test_a_batch_of_any_size(replaced):
@@ -112,22 +116,18 @@ def test_a_batch_of_any_size(replaced):
     assert replaced[0][0] == 1
 
 
-def test_only_where_it_was_measured():
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"),
+    [
+        ("cuda", torch.bfloat16, ""),
+        ("cuda", torch.float32, "not measured"),
+        ("cpu", torch.bfloat16, "runs on cpu"),
+    ],
+)
+def test_only_where_it_was_measured(device, dtype, why):
     """Half precision on CUDA: elsewhere the graph keeps its strides."""
-    net, image = Stem(nn.Conv2d(3, 8, 3, stride=2)), torch.randn(2, 3, 16, 16)
-    check(net, image)
-    conv = fake_conv(image)
-    axes = stems._axes(conv)
-    assert axes is not None
-    assert not stems._pays(conv, axes)
-
-
-def fake_conv(image):
-    """A first convolution's node with fake values."""
-    graph = torch.fx.Graph()
-    x, w = graph.placeholder("x"), graph.placeholder("w")
-    x.meta["val"], w.meta["val"] = image, torch.empty(8, 3, 3, 3)
-    settings = [2, 2], [1, 1], [1, 1], False, [0, 0], 1
-    conv = graph.call_function(aten.convolution.default, (x, w, None, *settings))
-    conv.meta["val"] = torch.empty(2, 8, 8, 8)
-    return conv
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        x = torch.empty(2, 3, 8, 8, dtype=dtype, device=device)
+    found = stems.pays(x, True)
+    assert why in found
+    assert bool(why) == bool(found)

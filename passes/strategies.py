@@ -1,0 +1,212 @@
+"""How a layer's backward may be computed: one entry of a table and one function a strategy.
+
+The functions are plain: tensors in, tensors out. The same function is run on tensors by calibration
+(``measure``) and by ``benchmarks/layers.py``, made into a graph's nodes by ``rewrite``
+(``emit.Traced``), and priced by the sum of its operators' costs (``cost.Sized``).
+
+Shapes: g_y [L, O], x [L, I], W [O, I]; g_x = g_y W [L, I], g_w = g_y^T x [O, I].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import hot_compile.passes.baselines
+import hot_compile.runtime.ops  # noqa: F401  (likewise)
+from hot_compile.config import BASELINES, Strategy
+
+hot, aten = torch.ops.hot, torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """All that a strategy's function is told besides the tensors."""
+
+    gx: bool = True
+    """g_x is wanted."""
+    gw: bool = True
+    """g_w is wanted."""
+    dtype: torch.dtype = torch.float32
+    """Of both results."""
+    gx_bits: int = 8
+    per_row: bool = True
+    """Scales of g_y per row for g_x, or one for all of it."""
+    per_channel: bool = True
+    """Scales per column of W, x and, for g_w, g_y."""
+    rank: int = 0
+    """Rows kept of every 16 for g_w; 0: rows are not transformed."""
+    tokens: int = 1
+    """Rows of one sample where rows are grouped across the batch; 1: consecutive rows."""
+    packed: bool = False
+    """g_x's operands lie two values a byte, for INT4 tensor cores."""
+    one_read: bool = False
+    """g_y is quantised once for both products (docs/adr/0005)."""
+    stored_bits: int = 8
+    """Bits in which ``keep`` leaves x: 8, or 4."""
+    summed: bool = False
+    """g_b is wanted too, of those who can give it on the way (``one_read``)."""
+    weight_is_io: bool = False
+    """W comes as [I, O]."""
+    grad_weight_is_io: bool = False
+    """g_w is wanted as [I, O]."""
+
+
+class Gradients(NamedTuple):
+    """A strategy's results; None where it leaves the exact product (or has none to give)."""
+
+    gx: Tensor | None = None
+    gw: Tensor | None = None
+    sums: Tensor | None = None
+    """Partial sums of g_y over its rows [n, O], fp32, with ``How.summed``."""
+
+
+Kept = tuple[Tensor, ...]
+"""What a strategy makes of x alone. Empty where g_w is not its business."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One strategy."""
+
+    gradients: Callable[[Tensor, Kept, Tensor, How], Gradients]
+    """(g_y, what ``keep`` made of x, W, how) -> results."""
+    keep: Callable[[Tensor, How], Kept] = lambda x, how: (x,)
+    """(x, how) -> x as the products want it. With ``recompute=False`` this runs in the forward and
+    its result is what crosses to the backward; else it runs in the backward, on x itself, and what
+    crosses is for ``plan_memory`` to say."""
+    stored_bits: int = 8
+    """``How.stored_bits`` where ``keep`` runs in the forward."""
+    quantises_x: bool = False
+    """Its g_w is of a quantised x: worth measuring, and smaller to keep than x."""
+    low_rank: bool = False
+    """It takes option ``rank``."""
+    grouped: bool = False
+    """It takes rows in groups of 16, as option ``rows`` says."""
+    one_read: bool = False
+    """It has a form that reads g_y once for both products."""
+    convolves: bool = True
+    """``rewrite_conv`` has a form of it for convolutions."""
+
+    def __call__(self, g_y: Tensor, x: Tensor, weight: Tensor, how: How) -> Gradients:
+        """Both gradients of one layer by this strategy, from tensors to tensors."""
+        return self.gradients(g_y, self.keep(x, how) if how.gw else (), weight, how)
+
+
+def exact(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+    """Nothing is replaced."""
+    return Gradients()
+
+
+def gx_only(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+    """g_x by HQ; g_w, if there is one, stays exact."""
+    if not how.gx:
+        return Gradients()
+    rows = hot.quantize_rows.default(g_y, how.gx_bits, how.per_row, True, *_packed(how))
+    return Gradients(gx=_grad_input(rows, weight, how))
+
+
+def quantised_columns(x: Tensor, how: How) -> Kept:
+    """x on the integer grid of its columns, or as it waits for g_y's scales (``one_read``)."""
+    if how.stored_bits == 4:
+        return tuple(hot.compress_int4.default(x))
+    if how.one_read:
+        return tuple(hot.compress_int8.default(x, how.rank, how.tokens))
+    args = (x, how.rank, how.tokens, 8, how.per_channel, False)
+    q, scale, _ = hot.quantize_columns.default(*args)
+    return q, scale
+
+
+def integers(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+    """Both products on integers: g_x by HQ, g_w of all rows, or (``rank``) of their low pass."""
+    return (_one_read if how.one_read else _two_reads)(g_y, kept, weight, how)
+
+
+def _two_reads(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+    """g_y is quantised along its rows for g_x and along its columns for g_w."""
+    per_column = (how.rank, how.tokens, 8, how.per_channel, True)
+    if how.gx and how.gw:
+        args = (g_y, how.gx_bits, how.per_row, how.rank, how.tokens, how.per_channel)
+        *rows, q, scale, total = hot.quantize_grad.default(*args, *_packed(how))
+    elif how.gx:
+        return gx_only(g_y, kept, weight, how)
+    else:
+        q, scale, total = hot.quantize_columns.default(g_y, *per_column)
+    x_q, x_scale, *zero = hot.expand_int4.default(*kept) if how.stored_bits == 4 else kept
+    terms = (total, zero[0]) if zero else (None, None)
+    gw = _grad_weight((q, x_q), (scale, x_scale), terms, how)
+    return Gradients(_grad_input(rows, weight, how) if how.gx else None, gw)
+
+
+def _one_read(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+    """g_y is read once; its rows' scales are folded into x."""
+    summed = (True,) if how.summed else ()
+    quantised = hot.quantize_shared.default(g_y, how.rank, how.tokens, *summed)
+    row_q, row_scale, column_q, fold, peak, equal, sums = quantised
+    w_q, w_scale = hot.quantize_weight.default(weight, equal, how.weight_is_io)
+    args = (row_q, w_q, row_scale, w_scale, None, None, how.dtype)
+    gx = hot.scaled_int_mm.default(*args)
+    rescale = hot.rescale_int4 if how.stored_bits == 4 else hot.rescale_int8
+    x_q, x_scale = rescale.default(*kept, fold, peak)
+    gw = _grad_weight((column_q, x_q), (equal, x_scale), (None, None), how)
+    return Gradients(gx, gw, sums if how.summed else None)
+
+
+def _grad_input(rows: Any, weight: Tensor, how: How) -> Tensor:
+    """g_x of g_y's quantised rows; W is transformed along O and quantised here."""
+    if how.weight_is_io:
+        args: tuple[Any, ...] = (weight, how.gx_bits, how.per_channel, False, *_packed(how))
+        w_q, w_scale = hot.quantize_rows.default(*args)
+    else:
+        args = (weight, 16, 1, how.gx_bits, how.per_channel, False, *_packed(how))
+        w_q, w_scale, _ = hot.quantize_columns.default(*args)
+    q, scale = rows
+    return hot.scaled_int_mm.default(q, w_q, scale, w_scale, None, None, how.dtype)
+
+
+def _grad_weight(operands: Any, scales: Any, terms: Any, how: How) -> Tensor:
+    """The integer product of (g_y, x), each [channels, rows], as [O, I] or [I, O]."""
+    if how.grad_weight_is_io:
+        operands, scales, terms = operands[::-1], scales[::-1], terms[::-1]
+    return hot.scaled_int_mm.default(*operands, *scales, *terms, how.dtype)
+
+
+def _packed(how: How) -> tuple[bool, ...]:
+    """The operators' last argument, which graphs show only where it says something."""
+    return (True,) if how.packed else ()
+
+
+def _baseline(method: Strategy) -> Spec:
+    """Another paper's method, fake-quantised: for comparing accuracy only."""
+    ops = torch.ops.hot_baseline
+
+    def gradients(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+        gx = gw = None
+        if how.gx:
+            weight = aten.permute.default(weight, [1, 0]) if how.weight_is_io else weight
+            gx = ops.grad_input.default(g_y, weight, str(method), how.rank)
+        if how.gw:
+            gw = ops.grad_weight.default(g_y, *kept, str(method), how.rank)
+            gw = aten.permute.default(gw, [1, 0]) if how.grad_weight_is_io else gw
+        return Gradients(gx, gw)
+
+    return Spec(gradients, low_rank=method is Strategy.LBP_WHT, convolves=False)
+
+
+def _integer(**facts: Any) -> Spec:
+    return Spec(integers, quantised_columns, quantises_x=True, one_read=True, **facts)
+
+
+STRATEGIES: dict[Strategy, Spec] = {
+    Strategy.HLA8: _integer(low_rank=True, grouped=True),
+    Strategy.INT4: _integer(stored_bits=4),
+    Strategy.INT8: _integer(),
+    Strategy.GX_ONLY: Spec(gx_only),
+    Strategy.EXACT: Spec(exact),
+    **{method: _baseline(method) for method in sorted(BASELINES)},
+}
+"""Every strategy. To add one: a name in ``config.Strategy``, a function, an entry here."""
