@@ -33,7 +33,7 @@ from torch import Tensor
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.cost import Rates, Shape, predicted_gain
 from hot_compile.passes.devices import pricing
-from hot_compile.runtime import build
+from hot_compile.runtime.native import build
 
 hot = torch.ops.hot
 
@@ -97,7 +97,9 @@ def exact(t: Operands, tokens: int, one_read: bool) -> None:
 
 def _shared(t: Operands, rank: int, tokens: int, stored: tuple[Tensor, ...]) -> None:
     """The backward with one quantisation of grad_output, x as the forward ``stored`` it."""
-    row_q, row_scale, col_q, fold, peak, equal, _ = hot.quantize_shared(t.grad_output, rank, tokens)
+    row_q, row_scale, col_q, fold, peak, equal, _ = hot.quantize_one_read(
+        t.grad_output, rank, tokens
+    )
     weight_q, weight_scale = hot.quantize_weight(t.weight, equal, False)
     hot.scaled_int_mm(row_q, weight_q, row_scale, weight_scale, None, None, t.x.dtype)
     rescale = hot.rescale_int4 if len(stored) == 3 else hot.rescale_int8

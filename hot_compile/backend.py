@@ -26,7 +26,7 @@ from .passes.match import GraphInputs
 from .passes.observe import Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
-from .runtime.providers import runtime_version
+from .runtime.native.providers import runtime_version
 from .schedule import Scheduled
 
 _DISABLING = "use_joint_graph_passes"

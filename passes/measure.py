@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hot_compile.config import Rows, Strategy
 from hot_compile.passes.profile import gw_variant, gx_variant
-from hot_compile.runtime.ops import HADAMARD_ORDER
-from hot_compile.runtime.reference import hadamard, low_pass_order, quantize, scale_of
+from hot_compile.runtime.reference.arithmetic import hadamard, low_pass_order, quantize, scale_of
+from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
 
 _GW_STRATEGIES = (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
 

@@ -67,7 +67,7 @@ class Context:
 def sources_hash() -> str:
     """Digest of this package's own source, so that an upgrade never hits an old cache entry."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

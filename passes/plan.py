@@ -19,11 +19,12 @@ from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_byte
 from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, hint
-from hot_compile.runtime.ops import SHARED_RANKS
+from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 2
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
+NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _decide(
     if isinstance(rates, str):
         return _decision(site, config, Strategy.EXACT, rates)
     if site.conv is not None and not rates.convolution:
-        return _decision(site, config, Strategy.EXACT, "no convolutions on this device yet")
+        return _decision(site, config, Strategy.EXACT, NO_CONVOLUTIONS)
     forced = _override(site.name, config)
     if forced is not None:
         trusting = dataclasses.replace(config, lqs="off")
@@ -332,7 +333,7 @@ def _shares(site: Site, strategy: Strategy, rank: int, rates: Rates | None) -> b
     """One quantisation of g_y can serve both products, and does so faster on this device."""
     both = site.needs_grad_input and site.needs_grad_weight and site.conv is None
     stored = strategy in (Strategy.HLA8, Strategy.INT4, Strategy.INT8)
-    return both and stored and rank in SHARED_RANKS and rates is not None and rates.one_read
+    return both and stored and rank in ONE_READ_RANKS and rates is not None and rates.one_read
 
 
 def _gx_bits(site: Site, config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:

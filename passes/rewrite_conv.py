@@ -17,7 +17,7 @@ from hot_compile.passes.emit import channels_first
 from hot_compile.passes.graph import aten
 from hot_compile.passes.plan import Decision
 from hot_compile.passes.site import ConvNodes, Convolution, Site
-from hot_compile.runtime.reference_conv import tile_counts, tile_shape
+from hot_compile.runtime.reference.conv import tile_counts, tile_shape
 
 if TYPE_CHECKING:
     from hot_compile.passes.rewrite import Builder
@@ -95,7 +95,7 @@ class _Convolution:
         return self.call(aten.permute.default, tensor, [0, *range(2, dims), 1])
 
     def _tiled(self, rows: fx.Node) -> fx.Node:
-        """Rows of small positions in order of Hadamard tiles: ``reference_conv.tile_rows``."""
+        """Rows of small positions in order of Hadamard tiles: ``reference.conv.tile_rows``."""
         size = self.conv.small_size
         channels = rows.meta["val"].shape[1]
         shape, counts = tile_shape(len(size)), tile_counts(size)

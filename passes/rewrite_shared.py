@@ -32,7 +32,7 @@ def build_shared(b: Builder, site: Site, d: Decision) -> list[tuple[fx.Node, fx.
     bias = _grad_bias(g)
     first = min(n for n in (gx, gw, bias) if n is not None)  # nodes order by place
     args = (g, d.rank, d.tokens, *((True,) if bias else ()))
-    both = b.call(first, False, first, ops.quantize_shared.default, *args)
+    both = b.call(first, False, first, ops.quantize_one_read.default, *args)
     row_q, row_scale, col_q, fold, peak, equal, sums = b.parts(both)
     w = b.call(gx, False, gx, ops.quantize_weight.default, nodes.weight, equal, nodes.weight_is_io)
     w_q, w_scale = b.parts(w)
