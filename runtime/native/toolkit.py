@@ -46,7 +46,7 @@ _ELEMENTS = tuple(
 
 def _sm90(name: str, out: str, m: int, n: int, schedule: str) -> tuple[str, ...]:
     """Flags of one of Hopper's products: its results and the tile of them that a block computes."""
-    defined = {"NAME": f"{name}_{m}x{n}", "OUT": out, "TILE": f"{m},{n}", "SCHEDULE": schedule}
+    defined = {"NAME": f"{name}_{m}x{n}", "OUT": out, "M": m, "N": n, "SCHEDULE": schedule}
     return tuple(f"-DHOT_{key}={value}" for key, value in defined.items())
 
 

@@ -115,7 +115,7 @@ struct GemmSm90 {
 };
 
 void HOT_VARIANT(gemm_sm90)(const GemmProblem& p) {
-  GemmSm90<HOT_OUT, HOT_TILE, HOT_SCHEDULE>::run(p);
+  GemmSm90<HOT_OUT, HOT_M, HOT_N, HOT_SCHEDULE>::run(p);
 }
 
 }  // namespace hot
