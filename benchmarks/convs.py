@@ -1,7 +1,6 @@
-"""Backward time of single convolutions: exact (oneDNN, cuDNN) against every strategy.
+"""Backward time of single convolutions on a CPU: exact (oneDNN) against every strategy.
 
     python benchmarks/convs.py --shapes resnet50 --batch 8 --json convs.json
-    python benchmarks/convs.py --device cuda --dtype bfloat16 --batch 128
 
 A strategy's time is everything that HOT adds to, or puts in place of, both exact gradients: storing
 x in the forward, quantising grad_output and the weight, both integer products, laying them out.
@@ -30,8 +29,8 @@ from hot_compile.config import Strategy
 from hot_compile.passes.cost_conv import conv_gain, shape_of
 from hot_compile.passes.devices import pricing
 from hot_compile.passes.site import Convolution
-from hot_compile.runtime import build
-from hot_compile.runtime.reference_conv import tile_rows
+from hot_compile.runtime.native import build
+from hot_compile.runtime.reference.conv import tile_rows
 
 hot = torch.ops.hot
 
@@ -241,33 +240,25 @@ def table_of(timings: list[Timing], title: str) -> Table:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     batch: Annotated[int, typer.Option(help="samples")] = 8,
     shapes: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "paper",
     rounds: Annotated[int, typer.Option(help="timed rounds after one of warm-up")] = 5,
-    tf32: Annotated[bool, typer.Option(help="fp32 convolutions on CUDA may use TF32")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
 ) -> list[Timing]:
     """Measure, print a table, and write JSON on request."""
     if shapes not in SHAPES:
         raise typer.BadParameter(f"got {shapes!r}; expected one of {', '.join(SHAPES)}")
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = True  # cuDNN's fastest, as stock training would use it
-    build.load(device)
+    build.load("cpu")
     torch.manual_seed(0)
-    target = torch.device(device)
+    target = torch.device("cpu")
     timings = [
         measure(layer, batch, getattr(torch, dtype), target, rounds) for layer in SHAPES[shapes]
     ]
-    where = (
-        torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
-    )
-    kind = dtype + (" (TF32)" if device == "cuda" and dtype == "float32" and tf32 else "")
-    title = f"convolution backward, {device} ({where}), {kind}, batch {batch}"
+    title = f"convolution backward, cpu ({torch.get_num_threads()} threads), {dtype}, batch {batch}"
     Console(width=130).print(table_of(timings, f"{title}, torch {torch.__version__}"))
     if json_file:
-        arguments = {"title": title, "batch": batch, "dtype": kind, "shapes": shapes}
+        arguments = {"title": title, "batch": batch, "dtype": dtype, "shapes": shapes}
         write_json(json_file, target, arguments, [asdict(t) for t in timings])
     return timings
 

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hot_compile.runtime import reference as apart
-from hot_compile.runtime import reference_shared as shared
+from hot_compile.runtime import reference
+from hot_compile.runtime.reference import one_read
 
 CLASSES = 20
 Gradients = tuple[Tensor, Tensor]
@@ -30,29 +30,29 @@ Gradients = tuple[Tensor, Tensor]
 
 def for_each_product(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
     """Rows for g_x after HT, columns for g_w."""
-    row_q, row_scale, col_q, col_scale, _ = apart.quantize_grad(g, 8, True, 0, 1, True)
-    w_q, w_scale, _ = apart.quantize_columns(w, 16, 1, 8, True, False)
-    x_q, x_scale, _ = apart.quantize_columns(x, 0, 1, 8, True, False)
+    row_q, row_scale, col_q, col_scale, _ = reference.quantize_grad(g, 8, True, 0, 1, True)
+    w_q, w_scale, _ = reference.quantize_columns(w, 16, 1, 8, True, False)
+    x_q, x_scale, _ = reference.quantize_columns(x, 0, 1, 8, True, False)
     return (
-        apart.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
-        apart.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, torch.float32),
+        reference.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
+        reference.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, torch.float32),
     )
 
 
 def for_both(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
     """The same integers for both products."""
-    row_q, row_scale, col_q, fold, peak, equal, _ = shared.quantize_shared(g, 0, 1)
-    w_q, w_scale = shared.quantize_weight(w, equal, False)
-    x_q, x_scale = shared.rescale_int8(*shared.compress_int8(x, 0, 1), fold, peak)
+    row_q, row_scale, col_q, fold, peak, equal, _ = reference.quantize_one_read(g, 0, 1)
+    w_q, w_scale = reference.quantize_weight(w, equal, False)
+    x_q, x_scale = reference.rescale_int8(*reference.compress_int8(x, 0, 1), fold, peak)
     return (
-        apart.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
-        apart.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32),
+        reference.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
+        reference.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32),
     )
 
 
 def without_equal_columns(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
     """``for_both`` with every column's factor 1."""
-    with mock.patch.object(shared, "equal_of", lambda g: torch.ones(g.shape[1])):
+    with mock.patch.object(one_read, "equal_of", lambda g: torch.ones(g.shape[1])):
         return for_both(g, x, w)
 
 

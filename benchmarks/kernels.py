@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hot_compile.runtime import build
+from hot_compile.runtime.native import build
 
 hot = torch.ops.hot
 REPEATS = 15
@@ -113,13 +113,13 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
     """Every transform on one gradient or activation of this shape."""
     x = torch.randn(rows, columns, device="cuda", dtype=dtype)
     stored = hot.compress_int4(x)
-    *_, fold, peak, equal, _ = hot.quantize_shared(x, 0, 1)
-    *_, half_fold, half_peak, _, _ = hot.quantize_shared(x, 8, tokens)
+    *_, fold, peak, equal, _ = hot.quantize_one_read(x, 0, 1)
+    *_, half_fold, half_peak, _, _ = hot.quantize_one_read(x, 8, tokens)
     whole, half = hot.compress_int8(x, 0, 1), hot.compress_int8(x, 8, tokens)
     weight = torch.randn(columns, 768, device="cuda", dtype=dtype)
     calls = {
-        "quantize_shared int4": (x, lambda _: hot.quantize_shared(x, 0, 1)),
-        "quantize_shared hla8": (x, lambda _: hot.quantize_shared(x, 8, tokens)),
+        "quantize_one_read int4": (x, lambda _: hot.quantize_one_read(x, 0, 1)),
+        "quantize_one_read hla8": (x, lambda _: hot.quantize_one_read(x, 8, tokens)),
         "quantize_weight (x 768)": (
             weight,
             lambda _: hot.quantize_weight(weight, equal, False),

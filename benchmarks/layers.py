@@ -34,7 +34,7 @@ from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.cost import Rates, Shape, predicted_gain
 from hot_compile.passes.devices import pricing
 from hot_compile.passes.strategies import STRATEGIES, How
-from hot_compile.runtime import build
+from hot_compile.runtime.native import build
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.storage.pack import pack, unpack
 from hot_compile.passes.storage.schemes import Scheme
-from hot_compile.runtime import build
+from hot_compile.runtime.native import build
 
 hot = torch.ops.hot
 TOKENS = 197

@@ -26,7 +26,7 @@ from .passes.devices import prices_of
 from .passes.graph import module_path
 from .passes.plan import plan
 from .passes.profile import Profile
-from .runtime.build import cache_dir
+from .runtime.native.build import cache_dir
 
 log = logging.getLogger("hot_compile")
 

@@ -26,7 +26,7 @@ from .passes.observe import Observation, Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
 from .record import Dump
-from .runtime.providers import runtime_version
+from .runtime.native.providers import runtime_version
 from .schedule import Scheduled, current_bits
 from .watching import Twin, Watch, twin
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from . import __version__, profile_cli
 from .errors import BuildError
-from .runtime import build as building
-from .runtime.providers import status
+from .runtime.native import build as building
+from .runtime.native.providers import status
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.add_typer(profile_cli.app, name="profile")

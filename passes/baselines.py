@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import Strategy
-from hot_compile.runtime.ops import HADAMARD_ORDER
-from hot_compile.runtime.reference import TINY, _dither, hadamard, low_pass_order, scale_of
-from hot_compile.runtime.reference import quantize as round_to_grid
+from hot_compile.runtime.reference.arithmetic import (
+    TINY,
+    dither,
+    hadamard,
+    low_pass_order,
+    scale_of,
+)
+from hot_compile.runtime.reference.arithmetic import quantize as round_to_grid
+from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
 
 _LUQ_LEVELS = 7
 """Powers of two that a sign and three exponent bits can tell apart, besides zero."""
@@ -54,7 +60,7 @@ def luq(g: Tensor) -> Tensor:
     below = ratio.clamp(min=1.0).log2().floor().exp2()
     below = torch.where(ratio < 1.0, torch.zeros_like(below), below)
     gap = torch.where(ratio < 1.0, torch.ones_like(below), below)
-    up = (ratio - below) / gap > 2.0 - _dither(g)
+    up = (ratio - below) / gap > 2.0 - dither(g)
     return g.sign() * (below + up * gap).clamp(max=2.0 ** (_LUQ_LEVELS - 1)) * smallest
 
 

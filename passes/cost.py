@@ -16,7 +16,7 @@ import torch
 
 from hot_compile.config import Strategy
 from hot_compile.passes.strategies import STRATEGIES, How, Spec
-from hot_compile.runtime.ops import HADAMARD_ORDER, INT4_GROUP
+from hot_compile.runtime.reference.sizes import HADAMARD_ORDER, INT4_GROUP
 
 L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
 """Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
@@ -188,7 +188,7 @@ def _quantize_grad(
     return _moved(g, g, rows, columns), (rows, _vector(g, g.rows), columns, *scales)
 
 
-def _quantize_shared(g: Sized, rank: int, tokens: int, summed: bool = False) -> Any:
+def _quantize_one_read(g: Sized, rank: int, tokens: int, summed: bool = False) -> Any:
     rows, columns = (
         _integers(g, g.rows, g.columns),
         _integers(g, g.columns, _kept_rows(g, rank)),
@@ -249,7 +249,7 @@ PRICES: dict[Any, Callable[..., tuple[Cost, Any]]] = {
     _hot.quantize_rows.default: _quantize_rows,
     _hot.quantize_columns.default: _quantize_columns,
     _hot.quantize_grad.default: _quantize_grad,
-    _hot.quantize_shared.default: _quantize_shared,
+    _hot.quantize_one_read.default: _quantize_one_read,
     _hot.quantize_weight.default: _quantize_weight,
     _hot.compress_int4.default: _compress_int4,
     _hot.expand_int4.default: _expand_int4,

@@ -12,8 +12,8 @@ import torch
 from hot_compile.errors import BuildError
 from hot_compile.passes.cost import Rates
 from hot_compile.passes.site import Site
-from hot_compile.runtime.build import load
-from hot_compile.runtime.providers import status
+from hot_compile.runtime.native.build import load
+from hot_compile.runtime.native.providers import status
 
 log = logging.getLogger("hot_compile")
 
@@ -43,7 +43,8 @@ RATES: dict[str, Rates] = {
     ),
     # NVIDIA H200, fitted to the kernels of whole ViT-B steps, where the clock is what it is in
     # training and caches are warm, and to benchmarks/layers.py: fp32 and TF32, and the paper's
-    # layers at batch 1, which the host's calls bound (docs/benchmarks_cuda.md).
+    # layers at batch 1, which the host's calls bound (docs/benchmarks_cuda.md). No rates of
+    # convolutions: cuDNN's are faster than integer products with what these need around them.
     "sm90": Rates(
         exact={"float32": 49e12, "tfloat32": 300e12, "bfloat16": 750e12, "float16": 750e12},
         integer=1600e12,
@@ -52,9 +53,6 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         start=3e-6,
         asynchronous=True,
-        convolution={"float32": 45e12, "tfloat32": 220e12, "bfloat16": 450e12, "float16": 450e12},
-        unfold=0.2e12,
-        fold=0.12e12,
         one_read=True,
     ),
     # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice. INT4
@@ -67,9 +65,6 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         start=4e-6,
         asynchronous=True,
-        convolution={"float32": 16e12, "tfloat32": 90e12, "bfloat16": 170e12, "float16": 170e12},
-        unfold=0.03e12,
-        fold=0.05e12,
     ),
     # NVIDIA RTX 3090 and later consumer chips of its kind, likewise.
     "sm86": Rates(
@@ -80,9 +75,6 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         start=4e-6,
         asynchronous=True,
-        convolution={"float32": 22e12, "tfloat32": 27e12, "bfloat16": 50e12, "float16": 50e12},
-        unfold=0.06e12,
-        fold=0.03e12,
     ),
 }
 
@@ -97,7 +89,7 @@ def pricing(device: torch.device) -> Rates | str:
         return missing
     if device.type == "cpu":
         return _cpu_rates()
-    return cuda_rates(torch.cuda.get_device_capability(device), _tf32(), _conv_tf32())
+    return cuda_rates(torch.cuda.get_device_capability(device), _tf32())
 
 
 def prices_of(sites: Iterable[Site]) -> dict[torch.device, Rates | str]:
@@ -127,7 +119,7 @@ def _cpu_rates() -> Rates:
     return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
 
 
-def cuda_rates(capability: tuple[int, int], tf32: bool, conv_tf32: bool) -> Rates | str:
+def cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:
     """Rates of the architecture's entry in the table, fp32 at TF32's where that is on."""
     major, minor = capability
     if major < 8:
@@ -138,20 +130,10 @@ def cuda_rates(capability: tuple[int, int], tf32: bool, conv_tf32: bool) -> Rate
     return dataclasses.replace(
         rates,
         int4=rates.int4 if major == 8 else rates.integer,  # later chips emulate INT4 products
-        exact=_fp32_as_tf32(rates.exact) if tf32 else rates.exact,
-        convolution=_fp32_as_tf32(rates.convolution) if conv_tf32 else rates.convolution,
+        exact={**rates.exact, "float32": rates.exact["tfloat32"]} if tf32 else rates.exact,
     )
-
-
-def _fp32_as_tf32(rates: dict[str, float]) -> dict[str, float]:
-    return {**rates, "float32": rates["tfloat32"]}
 
 
 def _tf32() -> bool:
     """fp32 products on CUDA may use TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def _conv_tf32() -> bool:
-    """fp32 convolutions on CUDA may use TF32: torch's default."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from hot_compile.config import Rows, Strategy
 from hot_compile.passes.baselines import low_pass
 from hot_compile.passes.profile import gw_variant, gx_variant
 from hot_compile.passes.strategies import STRATEGIES, How
-from hot_compile.runtime.reference import quantize, scale_of
+from hot_compile.runtime.reference.arithmetic import quantize, scale_of
 
 
 def quantised_grad_input(

@@ -22,11 +22,12 @@ from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, SiteNodes, hint
 from hot_compile.passes.strategies import STRATEGIES, How, Spec
-from hot_compile.runtime.ops import SHARED_RANKS
+from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 3
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
+NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile |
     if isinstance(rates, str):
         return _decision(site, config, Strategy.EXACT, rates)
     if site.conv is not None and not rates.convolution:
-        return _decision(site, config, Strategy.EXACT, "no convolutions on this device yet")
+        return _decision(site, config, Strategy.EXACT, NO_CONVOLUTIONS)
     forced = _override(site.name, config)
     if forced is not None:
         trusting = dataclasses.replace(config, lqs="off")
@@ -413,7 +414,9 @@ def shape_of(site: Site, rank: int) -> Shape:
 def _reads_once(site: Site, spec: Spec, rank: int, rates: Rates | None) -> bool:
     """One quantisation of g_y can serve both products, and does so faster on this device."""
     both = site.needs_grad_input and site.needs_grad_weight and site.conv is None
-    return both and spec.one_read and rank in SHARED_RANKS and rates is not None and rates.one_read
+    return (
+        both and spec.one_read and rank in ONE_READ_RANKS and rates is not None and rates.one_read
+    )
 
 
 def _gx_bits(site: Site, config: HotConfig, rates: Rates | None, layer: LayerProfile | None) -> int:

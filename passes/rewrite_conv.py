@@ -18,7 +18,7 @@ from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.plan import Decision
 from hot_compile.passes.site import ConvNodes, Site
 from hot_compile.passes.strategies import Kept
-from hot_compile.runtime.reference_conv import tile_counts, tile_shape
+from hot_compile.runtime.reference.conv import tile_counts, tile_shape
 
 hot = torch.ops.hot
 
@@ -94,7 +94,7 @@ class ConvStrategy:
         return aten.permute.default(tensor, [0, *range(2, dims), 1])
 
     def _tiled(self, rows: Tensor) -> Tensor:
-        """Rows of small positions in order of Hadamard tiles: ``reference_conv.tile_rows``."""
+        """Rows of small positions in order of Hadamard tiles: ``reference.conv.tile_rows``."""
         size = self.conv.small_size
         channels = rows.shape[1]
         shape, counts = tile_shape(len(size)), tile_counts(size)

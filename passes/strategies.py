@@ -145,7 +145,7 @@ def _two_reads(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
 def _one_read(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
     """g_y is read once; its rows' scales are folded into x."""
     summed = (True,) if how.summed else ()
-    quantised = hot.quantize_shared.default(g_y, how.rank, how.tokens, *summed)
+    quantised = hot.quantize_one_read.default(g_y, how.rank, how.tokens, *summed)
     row_q, row_scale, column_q, fold, peak, equal, sums = quantised
     w_q, w_scale = hot.quantize_weight.default(weight, equal, how.weight_is_io)
     args = (row_q, w_q, row_scale, w_scale, None, None, how.dtype)

@@ -1,300 +1,184 @@
-"""Schemas and fakes of every ``hot::`` operator. Importing this registers them.
+"""Every ``hot::`` operator: its schema, its fake, its definition. Importing this registers them.
 
 Notation (paper, section 3): a layer is y = x W^T with L rows, I inputs, O outputs.
 g_x = g_y W contracts O; g_w = g_y^T x contracts L. Quantised operands are written contiguous
 along the contracted dimension, which is what integer tensor cores and VNNI read fastest.
 
-Each operator is *defined* by the function of the same name in ``reference.py`` (convolutions:
-``reference_conv.py``); providers (CPU, CUDA) match it bitwise on integers and scales. All operators
-are functional, return fresh contiguous tensors, draw no random numbers and read nothing back to the
-host. This file imports torch only.
+Each operator is *defined* by the function of its name in ``reference``, whose signature is its
+schema and which computes it on any device that has nothing better; providers (CPU, CUDA) match it
+bitwise on integers and scales. All operators are functional, return fresh contiguous tensors, draw
+no random numbers and read nothing back to the host.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-HADAMARD_ORDER = 16
-"""Order of the block-diagonal Walsh-Hadamard transform (paper, section 4)."""
-CONTRACT_ALIGN = 32
-"""A contracted dimension is zero-padded to this many elements (16 bytes when packed INT4)."""
-INT4_GROUP = 128
-"""Rows that share one scale and minimum in packed INT4 storage."""
-UNITS_PER_TILE = 8
-"""Units of 16 rows that share one scale in INT8 storage, and one bound in ``rescale_int*``."""
-UNITS_PER_SUM = 4
-"""Units of 16 rows that ``quantize_shared`` adds up, on average, to a row of ``sums``."""
-SHARED_RANKS = (0, 8)
-"""HLA ranks that ``quantize_shared`` and ``compress_int8`` have kernels for."""
+from hot_compile.runtime import reference
+from hot_compile.runtime.reference.sizes import (
+    CONTRACT_ALIGN,
+    INT4_GROUP,
+    UNITS_PER_TILE,
+    contracted_rows,
+    round_up,
+    sum_rows,
+    unit_rows,
+)
 
 SCHEMAS = {
-    "quantize_rows": (
-        "(Tensor x, int bits, bool per_row, bool stochastic, bool packed=False)"
-        " -> (Tensor q, Tensor scale)"
-    ),
-    "quantize_columns": (
-        "(Tensor x, int rank, SymInt tokens, int bits, bool per_column, bool stochastic,"
-        " bool packed=False) -> (Tensor q, Tensor scale, Tensor total)"
-    ),
-    "quantize_grad": (
-        "(Tensor grad_output, int row_bits, bool per_row, int rank, SymInt tokens, bool per_column,"
-        " bool packed=False)"
-        " -> (Tensor row_q, Tensor row_scale, Tensor col_q, Tensor col_scale, Tensor col_total)"
-    ),
-    "compress_int4": "(Tensor x) -> (Tensor packed, Tensor scale, Tensor minimum)",
-    "expand_int4": (
-        "(Tensor packed, Tensor scale, Tensor minimum) -> (Tensor q, Tensor scale, Tensor zero)"
-    ),
-    "quantize_shared": (
-        "(Tensor grad_output, int rank, SymInt tokens, bool summed=False) -> (Tensor row_q,"
-        " Tensor row_scale, Tensor col_q, Tensor fold, Tensor peak, Tensor equal, Tensor sums)"
-    ),
-    "quantize_weight": (
-        "(Tensor weight, Tensor equal, bool inputs_first) -> (Tensor q, Tensor scale)"
-    ),
-    "compress_int8": "(Tensor x, int rank, SymInt tokens) -> (Tensor q, Tensor scale)",
-    "rescale_int4": (
-        "(Tensor packed, Tensor scale, Tensor minimum, Tensor fold, Tensor peak)"
-        " -> (Tensor q, Tensor scale)"
-    ),
-    "rescale_int8": (
-        "(Tensor stored, Tensor scale, Tensor fold, Tensor peak) -> (Tensor q, Tensor scale)"
-    ),
-    "scaled_int_mm": (
-        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? row_term, Tensor? col_term,"
-        " ScalarType out_dtype) -> Tensor"
-    ),
-    "conv_grad_weight": (
-        "(Tensor small, Tensor big, Tensor small_scale, Tensor big_scale, Tensor? small_zero,"
-        " Tensor? big_zero, SymInt batch, SymInt[] small_size, SymInt[] big_size, int[] kernel,"
-        " int[] stride, int[] padding, int[] dilation, int rank, ScalarType out_dtype) -> Tensor"
-    ),
-    "conv_grad_input": (
-        "(Tensor rows, Tensor weight, Tensor row_scale, Tensor weight_scale, SymInt batch,"
-        " SymInt[] small_size, SymInt[] big_size, int[] kernel, int[] stride, int[] padding,"
-        " int[] dilation, ScalarType out_dtype) -> Tensor"
-    ),
+    definition.__name__: torch.library.infer_schema(definition, mutates_args=())
+    for definition in reference.OPERATORS
 }
 
 _LIBRARY = torch.library.Library("hot", "DEF")
-for _name, _schema in SCHEMAS.items():
-    _LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
-def round_up(n: int, multiple: int) -> int:
-    """``n`` rounded up to ``multiple``; both may be symbolic."""
-    return (n + multiple - 1) // multiple * multiple
+def _register(definition: Callable[..., Any]) -> None:
+    name = definition.__name__
+    _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.needs_exact_strides,))
+    _LIBRARY.impl(name, definition, "CompositeExplicitAutograd")
 
 
-def contracted_rows(rows: int, rank: int, tokens: int) -> int:
-    """Length K of the contracted dimension that ``quantize_columns`` writes for ``rows`` rows.
-
-    rank 0 (no transform): the rows themselves. Otherwise ``rank`` of every 16 rows of a group;
-    groups take the same token of 16 samples when rows = samples x ``tokens``. Padded to 32.
-    """
-    if rank == 0:
-        return round_up(rows, CONTRACT_ALIGN)
-    samples = rows // tokens
-    blocks = (samples + HADAMARD_ORDER - 1) // HADAMARD_ORDER * tokens
-    return round_up(rank * blocks, CONTRACT_ALIGN)
+for _definition in reference.OPERATORS:
+    _register(_definition)
 
 
-def _quantised(like: Tensor, rows: int, contracted: int, packed: bool) -> Tensor:
+def _fake(shapes: Callable[..., Any]) -> None:
+    """Register the operator's fake: ``shapes``, called with the arguments that it names."""
+    name = shapes.__name__.removeprefix("_")
+    signature = inspect.signature(getattr(reference, name))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return shapes(**bound.arguments)
+
+    torch.library.register_fake(f"hot::{name}", fake)
+
+
+def _int8(like: Tensor, *size: int) -> Tensor:
+    return like.new_empty(size, dtype=torch.int8)
+
+
+def _fp32(like: Tensor, *size: int) -> Tensor:
+    return like.new_empty(size, dtype=torch.float32)
+
+
+def _bf16(like: Tensor, *size: int) -> Tensor:
+    return like.new_empty(size, dtype=torch.bfloat16)
+
+
+def _operand(like: Tensor, rows: int, contracted: int, packed: bool) -> Tensor:
     """An operand of the integer product: int8, or INT4 with two values a byte."""
     if packed:
         return like.new_empty((rows, contracted // 2), dtype=torch.uint8)
-    return like.new_empty((rows, contracted), dtype=torch.int8)
+    return _int8(like, rows, contracted)
 
 
-def unit_rows(rank: int) -> int:
-    """Contracted rows that one unit of 16 rows becomes, for the ranks in ``SHARED_RANKS``."""
-    return rank or HADAMARD_ORDER
-
-
-def sum_rows(units: int) -> int:
-    """Rows of the ``sums`` that ``quantize_shared`` returns; ``units`` may be symbolic."""
-    return (units + UNITS_PER_SUM - 1) // UNITS_PER_SUM
-
-
-@torch.library.register_fake("hot::quantize_rows")
-def _(
-    x: Tensor, bits: int, per_row: bool, stochastic: bool, packed: bool = False
-) -> tuple[Tensor, Tensor]:
+@_fake
+def _quantize_rows(x: Tensor, packed: bool, **_: Any) -> tuple[Tensor, ...]:
     rows, cols = x.shape
-    return (
-        _quantised(x, rows, round_up(cols, CONTRACT_ALIGN), packed),
-        x.new_empty((rows,), dtype=torch.float32),
-    )
+    return _operand(x, rows, round_up(cols, CONTRACT_ALIGN), packed), _fp32(x, rows)
 
 
-@torch.library.register_fake("hot::quantize_columns")
-def _(
-    x: Tensor,
-    rank: int,
-    tokens: int,
-    bits: int,
-    per_column: bool,
-    stochastic: bool,
-    packed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@_fake
+def _quantize_columns(
+    x: Tensor, rank: int, tokens: int, packed: bool, **_: Any
+) -> tuple[Tensor, ...]:
     rows, cols = x.shape
-    return (
-        _quantised(x, cols, contracted_rows(rows, rank, tokens), packed),
-        x.new_empty((cols,), dtype=torch.float32),
-        x.new_empty((cols,), dtype=torch.float32),
-    )
+    q = _operand(x, cols, contracted_rows(rows, rank, tokens), packed)
+    return q, _fp32(x, cols), _fp32(x, cols)
 
 
-@torch.library.register_fake("hot::quantize_grad")
-def _(
-    grad_output: Tensor,
-    row_bits: int,
-    per_row: bool,
-    rank: int,
-    tokens: int,
-    per_column: bool,
-    packed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@_fake
+def _quantize_grad(
+    grad_output: Tensor, rank: int, tokens: int, packed: bool, **_: Any
+) -> tuple[Tensor, ...]:
     ops = torch.ops.hot
     return (
-        *ops.quantize_rows(grad_output, row_bits, per_row, True, packed),
-        *ops.quantize_columns(grad_output, rank, tokens, 8, per_column, True),
+        *ops.quantize_rows(grad_output, 8, True, True, packed),
+        *ops.quantize_columns(grad_output, rank, tokens, 8, True, True),
     )
 
 
-@torch.library.register_fake("hot::compress_int4")
-def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, cols = x.shape
-    groups = (rows + INT4_GROUP - 1) // INT4_GROUP
-    return (
-        x.new_empty((cols, round_up(rows, CONTRACT_ALIGN) // 2), dtype=torch.uint8),
-        x.new_empty((cols, groups), dtype=torch.bfloat16),
-        x.new_empty((cols, groups), dtype=torch.bfloat16),
-    )
-
-
-@torch.library.register_fake("hot::expand_int4")
-def _(packed: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    cols, half = packed.shape
-    return (
-        packed.new_empty((cols, half * 2), dtype=torch.int8),
-        packed.new_empty((cols,), dtype=torch.float32),
-        packed.new_empty((cols,), dtype=torch.float32),
-    )
-
-
-@torch.library.register_fake("hot::quantize_shared")
-def _(
-    grad_output: Tensor, rank: int, tokens: int, summed: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, cols = grad_output.shape
+@_fake
+def _quantize_one_read(
+    grad_output: Tensor, rank: int, tokens: int, summed: bool
+) -> tuple[Tensor, ...]:
+    g, (rows, cols) = grad_output, grad_output.shape
     contracted = contracted_rows(rows, rank, tokens)
     units = contracted // unit_rows(rank)
-
-    def floats(length: int) -> Tensor:
-        return grad_output.new_empty((length,), dtype=torch.float32)
-
     return (
-        grad_output.new_empty((rows, round_up(cols, CONTRACT_ALIGN)), dtype=torch.int8),
-        floats(rows),
-        grad_output.new_empty((cols, contracted), dtype=torch.int8),
-        floats(contracted),
-        floats(units),
-        floats(cols),
-        grad_output.new_empty((sum_rows(units) if summed else 0, cols), dtype=torch.float32),
+        *(_int8(g, rows, round_up(cols, CONTRACT_ALIGN)), _fp32(g, rows)),
+        *(_int8(g, cols, contracted), _fp32(g, contracted), _fp32(g, units), _fp32(g, cols)),
+        _fp32(g, sum_rows(units) if summed else 0, cols),
     )
 
 
-@torch.library.register_fake("hot::quantize_weight")
-def _(weight: Tensor, equal: Tensor, inputs_first: bool) -> tuple[Tensor, Tensor]:
+@_fake
+def _quantize_weight(weight: Tensor, inputs_first: bool, **_: Any) -> tuple[Tensor, ...]:
     outputs, inputs = reversed(weight.shape) if inputs_first else weight.shape
-    return (
-        weight.new_empty((inputs, round_up(outputs, CONTRACT_ALIGN)), dtype=torch.int8),
-        weight.new_empty((inputs,), dtype=torch.float32),
-    )
+    return _int8(weight, inputs, round_up(outputs, CONTRACT_ALIGN)), _fp32(weight, inputs)
 
 
-@torch.library.register_fake("hot::compress_int8")
-def _(x: Tensor, rank: int, tokens: int) -> tuple[Tensor, Tensor]:
+@_fake
+def _compress_int4(x: Tensor) -> tuple[Tensor, ...]:
     rows, cols = x.shape
-    contracted = contracted_rows(rows, rank, tokens)
-    tile = unit_rows(rank) * UNITS_PER_TILE
-    return (
-        x.new_empty((cols, contracted), dtype=torch.int8),
-        x.new_empty((cols, (contracted + tile - 1) // tile), dtype=torch.bfloat16),
-    )
+    groups = (rows + INT4_GROUP - 1) // INT4_GROUP
+    packed = _operand(x, cols, round_up(rows, CONTRACT_ALIGN), packed=True)
+    return packed, _bf16(x, cols, groups), _bf16(x, cols, groups)
 
 
-@torch.library.register_fake("hot::rescale_int4")
-def _(
-    packed: Tensor, scale: Tensor, minimum: Tensor, fold: Tensor, peak: Tensor
-) -> tuple[Tensor, Tensor]:
+@_fake
+def _expand_int4(packed: Tensor, **_: Any) -> tuple[Tensor, ...]:
     cols, half = packed.shape
-    return (
-        packed.new_empty((cols, half * 2), dtype=torch.int8),
-        packed.new_empty((cols,), dtype=torch.float32),
-    )
+    return _int8(packed, cols, half * 2), _fp32(packed, cols), _fp32(packed, cols)
 
 
-@torch.library.register_fake("hot::rescale_int8")
-def _(stored: Tensor, scale: Tensor, fold: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        stored.new_empty(stored.shape),
-        stored.new_empty((stored.shape[0],), dtype=torch.float32),
-    )
+@_fake
+def _compress_int8(x: Tensor, rank: int, tokens: int) -> tuple[Tensor, ...]:
+    rows, cols = x.shape
+    contracted, tile = contracted_rows(rows, rank, tokens), unit_rows(rank) * UNITS_PER_TILE
+    return _int8(x, cols, contracted), _bf16(x, cols, (contracted + tile - 1) // tile)
 
 
-@torch.library.register_fake("hot::scaled_int_mm")
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    row_term: Tensor | None,
-    col_term: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+@_fake
+def _rescale_int4(packed: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    cols, half = packed.shape
+    return _int8(packed, cols, half * 2), _fp32(packed, cols)
+
+
+@_fake
+def _rescale_int8(stored: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return _int8(stored, *stored.shape), _fp32(stored, stored.shape[0])
+
+
+@_fake
+def _scaled_int_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, **_: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@torch.library.register_fake("hot::conv_grad_weight")
-def _(
-    small: Tensor,
-    big: Tensor,
-    small_scale: Tensor,
-    big_scale: Tensor,
-    small_zero: Tensor | None,
-    big_zero: Tensor | None,
-    batch: int,
-    small_size: list[int],
-    big_size: list[int],
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    rank: int,
-    out_dtype: torch.dtype,
+@_fake
+def _conv_grad_weight(
+    small: Tensor, big: Tensor, kernel: list[int], out_dtype: torch.dtype, **_: Any
 ) -> Tensor:
     return small.new_empty((small.shape[0], *kernel, big.shape[0]), dtype=out_dtype)
 
 
-@torch.library.register_fake("hot::conv_grad_input")
-def _(
-    rows: Tensor,
+@_fake
+def _conv_grad_input(
     weight: Tensor,
-    row_scale: Tensor,
-    weight_scale: Tensor,
     batch: int,
-    small_size: list[int],
     big_size: list[int],
     kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
     out_dtype: torch.dtype,
+    **_: Any,
 ) -> Tensor:
     channels = weight.shape[0] // math.prod(kernel)
-    return rows.new_empty((batch, *big_size, channels), dtype=out_dtype)
+    return weight.new_empty((batch, *big_size, channels), dtype=out_dtype)

@@ -21,7 +21,7 @@ from hot_compile.passes.plan import Plan
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.unmet import warn_once
-from hot_compile.runtime import build
+from hot_compile.runtime.native import build
 from hot_compile.testing import hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False}

@@ -216,7 +216,8 @@ def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     for piece in pieces:
         share = emit(aten.mul.Tensor, piece, reciprocal)
         step = emit(aten.round.default, share)
-        step = emit(aten.clamp.default, step, -_STEPS12 - 1.0, _STEPS12 + 1.0)
+        for bound, op in ((_STEPS12 + 1.0, aten.minimum), (-_STEPS12 - 1.0, aten.maximum)):
+            step = emit(op.default, step, _constant(emit, bound, like=step))
         step = emit.cast(_or_nan(emit, step, share, -_STEPS12 - 2.0), torch.int32)
         high = emit(aten.bitwise_right_shift.Tensor_Scalar, step, 4)  # keeps the sign
         upper.append(emit.cast(high, torch.int8))

@@ -248,21 +248,20 @@ def test_a_gpu_works_while_the_host_launches():
     [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm86"), ((9, 0), "sm90")],
 )
 def test_every_gpu_is_priced_as_the_kind_whose_products_it_runs(capability, entry):
-    assert cuda_rates(capability, tf32=False, conv_tf32=False) == RATES[entry]
+    assert cuda_rates(capability, tf32=False) == RATES[entry]
 
 
 def test_consumer_chips_after_ada_emulate_int4():
-    rates = cuda_rates((12, 0), tf32=False, conv_tf32=False)
+    rates = cuda_rates((12, 0), tf32=False)
     assert rates == dataclasses.replace(RATES["sm86"], int4=RATES["sm86"].integer)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0), (11, 0)])
 def test_a_gpu_without_products_in_this_runtime_says_so(capability):
     major, minor = capability
-    assert f"{major}.{minor}" in cuda_rates(capability, tf32=False, conv_tf32=False)
+    assert f"{major}.{minor}" in cuda_rates(capability, tf32=False)
 
 
 def test_tf32_changes_what_exact_costs():
-    rates = cuda_rates((9, 0), tf32=True, conv_tf32=True)
+    rates = cuda_rates((9, 0), tf32=True)
     assert rates.exact["float32"] == RATES["sm90"].exact["tfloat32"]
-    assert rates.convolution["float32"] == RATES["sm90"].convolution["tfloat32"]

@@ -8,7 +8,7 @@ from torch import fx
 
 from hot_compile.config import HotConfig
 from hot_compile.passes.devices import RATES
-from hot_compile.passes.plan import plan
+from hot_compile.passes.plan import NO_CONVOLUTIONS, plan
 from hot_compile.passes.site import ConvNodes, Convolution, Site
 
 VNNI = RATES["cpu-vnni"]
@@ -105,9 +105,12 @@ def test_a_device_without_rates_for_convolutions_leaves_them_exact():
     assert decision.strategy == "exact"
 
 
-def test_cudnn_in_bf16_is_left_alone():
-    one = dataclasses.replace(site(batch=128), dtype=torch.bfloat16)
-    assert "not worth it" in decide(one, RATES["sm90"]).reason
+@pytest.mark.parametrize("device", ["sm80", "sm86", "sm90"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cudnn_is_left_alone(device, dtype):
+    one = dataclasses.replace(site(batch=128), dtype=dtype)
+    decision = decide(one, RATES[device], min_gain=0, override={"*": "int8"})
+    assert (decision.strategy, decision.reason) == ("exact", NO_CONVOLUTIONS)
 
 
 def test_dilation_makes_frames_longer():

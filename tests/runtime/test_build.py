@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import hot_compile
 from hot_compile.errors import BuildError
-from hot_compile.runtime import build, extensions, providers
-from hot_compile.runtime.extensions import Extension, Source
+from hot_compile.passes import pipeline
+from hot_compile.runtime.native import build, extensions, providers
+from hot_compile.runtime.native.extensions import Extension, Source
 
 
 @pytest.fixture
@@ -118,6 +122,53 @@ def test_every_source_is_shipped_and_hashed():
     for source in extension.sources:
         path = extensions.CSRC / source.path
         assert any(root == path or root in path.parents for root in roots)
+    there = {
+        path.relative_to(extensions.CSRC).as_posix()
+        for path in (extensions.CSRC / "cpu").rglob("*.cpp")
+    }
+    assert {source.path for source in extension.sources} == there
+
+
+def copied_sources(tmp_path: Path) -> Path:
+    """The package's own sources, to be changed."""
+    root = Path(hot_compile.__file__).parent.parent
+    for name in ("passes", "runtime"):
+        shutil.copytree(root / name, tmp_path / name)
+    return tmp_path
+
+
+def test_a_byte_of_any_source_changes_the_identity(tmp_path):
+    """Sources in subfolders too: else an upgrade would meet an old cache."""
+
+    def digest(root: Path) -> str:
+        state = hashlib.sha256()
+        extensions.hash_tree(root, state)
+        return state.hexdigest()
+
+    root = copied_sources(tmp_path) / "runtime"
+    (root / "__pycache__").mkdir(exist_ok=True)
+    files = [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    assert {p.suffix for p in files} >= {".py", ".cpp", ".hpp", ".inl", ".cu", ".cuh"}
+    known = {digest(root)}
+    for file in files:
+        file.write_bytes(file.read_bytes() + b"\n")
+        known.add(digest(root))
+    assert len(known) == len(files) + 1
+    (root / "__pycache__" / "ops.pyc").write_bytes(b"of another process")
+    assert digest(root) in known
+
+
+def test_a_byte_of_any_pass_changes_the_identity(tmp_path, monkeypatch):
+    root = copied_sources(tmp_path) / "passes"
+    (root / "deeper").mkdir()
+    (root / "deeper" / "pass.py").write_text("x = 1\n")
+    monkeypatch.setattr(pipeline, "__file__", str(root / "pipeline.py"))
+    known = {pipeline.sources_hash.__wrapped__()}
+    files = list(root.rglob("*.py"))
+    for file in files:
+        file.write_bytes(file.read_bytes() + b"\n")
+        known.add(pipeline.sources_hash.__wrapped__())
+    assert len(known) == len(files) + 1
 
 
 def test_status_and_version():
@@ -129,7 +180,8 @@ def test_status_and_version():
 
 SATURATION = """
 import torch
-from hot_compile.runtime import build, reference
+from hot_compile.runtime import reference
+from hot_compile.runtime.native import build
 build.load("cpu")
 a, b = (torch.full((r, 192), 127, dtype=torch.int8) for r in (33, 40))
 a[::2] = -128

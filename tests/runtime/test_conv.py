@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import on_cpu
 
-from hot_compile.runtime import build, reference, reference_conv
+from hot_compile.runtime import reference
+from hot_compile.runtime.reference import conv
 
 CONVS = {
     1: F.conv1d,
@@ -60,7 +62,7 @@ class Case:
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_reference_index_handling_is_exact(dims):
     for k, s, p, d, n in GRID if dims < 3 else GRID[::11]:
-        check_exact(reference_conv, Case(dims, k, s, p, d, (n, n + 1, n + 2)))
+        check_exact(conv, Case(dims, k, s, p, d, (n, n + 1, n + 2)))
 
 
 def check_exact(provider, case):
@@ -92,6 +94,7 @@ class Named:
         return lambda *args: self.call(name, *args)
 
 
+@on_cpu
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_index_handling_is_exact(provider, dims):
     for k, s, p, d, n in GRID if dims == 2 else GRID[::5]:
@@ -120,6 +123,7 @@ def random_case(dims, k, s, p, d, sizes, batch, inputs, outputs):
     return case, small, big, scales
 
 
+@on_cpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_conv_grad_weight(provider, assert_same, shape, dtype):
@@ -127,35 +131,33 @@ def test_conv_grad_weight(provider, assert_same, shape, dtype):
     zeros = ((None, None), (torch.randn(len(small)), None), (None, torch.randn(len(big))))
     for zero in zeros:
         args = (small, big, *scales, *zero, *case.geometry, 0, dtype)
-        assert_same(provider("conv_grad_weight", *args), reference_conv.conv_grad_weight(*args))
+        assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
 
 
+@on_cpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rank", [1, 4, 8, 16])
 def test_conv_grad_weight_of_tiles(provider, assert_same, shape, rank):
     case, _, big, (_, big_scale) = random_case(*shape)
     g = rows_of(torch.randn_like(case.g)).float()
-    tiles = reference_conv.tile_rows(g, case.geometry[0], case.small_size)
+    tiles = conv.tile_rows(g, case.geometry[0], case.small_size)
     small, scale, _ = reference.quantize_columns(tiles, rank, 1, 8, True, True)
     for zero in (None, torch.randn(len(big))):
         args = (small, big, scale, big_scale, None, zero, *case.geometry, rank, torch.float32)
-        assert_same(provider("conv_grad_weight", *args), reference_conv.conv_grad_weight(*args))
+        assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
 
 
+@on_cpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_conv_grad_input(provider, shape, dtype):
-    check_grad_input(provider, shape, dtype)
-
-
-def check_grad_input(provider, shape, dtype):
     """Integers are exact; floats are summed in the provider's order."""
     case, small, _, _ = random_case(*shape)
     rows = padded(small.t()).contiguous()
     weight = torch.randint(-127, 128, (case.w[0].numel(), rows.shape[1]), dtype=torch.int8)
     args = (rows, weight, torch.rand(len(rows)) / 50, torch.rand(len(weight)) / 50)
     args = (*args, *case.geometry, dtype)
-    got, want = provider("conv_grad_input", *args), reference_conv.conv_grad_input(*args)
+    got, want = provider("conv_grad_input", *args), conv.conv_grad_input(*args)
     assert got.shape == want.shape
     assert got.dtype == dtype
     assert got.is_contiguous()
@@ -174,10 +176,10 @@ def test_full_transform_approximates_the_plain_product():
         case.w.detach().float(), None, *case.settings[1:], False, [0, 0], 1, [False, True, False],
     )[1]  # fmt: skip
     small, scale, _ = reference.quantize_columns(
-        reference_conv.tile_rows(g, 4, case.small_size), 16, 1, 8, True, False
+        conv.tile_rows(g, 4, case.small_size), 16, 1, 8, True, False
     )
     big, big_scale, _ = reference.quantize_columns(x, 0, 1, 8, True, False)
-    got = reference_conv.conv_grad_weight(
+    got = conv.conv_grad_weight(
         small, big, scale, big_scale, None, None, *case.geometry, 16, torch.float32
     )
     error = (got.movedim(-1, 1) - exact).norm() / exact.norm()
@@ -214,80 +216,3 @@ def test_wrong_arguments_say_what_was_expected():
 def padded(t):
     """K up to a multiple of 32, as the quantise operators write it."""
     return F.pad(t, (0, -t.shape[1] % 32))
-
-
-def on_device(name, *args):
-    """``hot::name`` on the GPU with K padded as in a rewritten graph."""
-    count = 1 if name == "conv_grad_weight" else 2
-    args = [padded(a) if i < count else a for i, a in enumerate(args)]
-    moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
-    return getattr(torch.ops.hot, name)(*moved).cpu()
-
-
-@pytest.fixture
-def cuda():
-    """The CUDA provider, every allocation of which starts as NaN or the largest integer."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    build.load("cuda")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield on_device
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_cuda_index_handling_is_exact(cuda, dims):
-    for k, s, p, d, n in GRID if dims == 2 else GRID[::5]:
-        check_exact(Named(cuda), Case(dims, k, s, p, d, (n, n + 1, n + 2)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_conv_grad_weight(cuda, assert_same, shape, dtype):
-    case, small, big, scales = random_case(*shape)
-    zeros = ((None, None), (torch.randn(len(small)), None), (None, torch.randn(len(big))))
-    for zero in zeros:
-        args = (small, big, *scales, *zero, *case.geometry, 0, dtype)
-        want = reference_conv.conv_grad_weight(*args)
-        torch.testing.assert_close(cuda("conv_grad_weight", *args), want, rtol=2e-2, atol=1e-2)
-    if dtype is torch.float32:  # without a zero point nothing is rounded but the scaling
-        args = (small, big, *scales, None, None, *case.geometry, 0, dtype)
-        assert_same(cuda("conv_grad_weight", *args), reference_conv.conv_grad_weight(*args))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rank", [1, 4, 8, 16])
-def test_cuda_conv_grad_weight_of_tiles(cuda, assert_same, shape, rank):
-    case, _, big, (_, big_scale) = random_case(*shape)
-    g = rows_of(torch.randn_like(case.g)).float()
-    tiles = reference_conv.tile_rows(g, case.geometry[0], case.small_size)
-    small, scale, _ = reference.quantize_columns(tiles, rank, 1, 8, True, True)
-    for zero in (None, torch.randn(len(big))):
-        args = (small, big, scale, big_scale, None, zero, *case.geometry, rank, torch.float32)
-        assert_same(cuda("conv_grad_weight", *args), reference_conv.conv_grad_weight(*args))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_conv_grad_input(cuda, shape, dtype):
-    check_grad_input(cuda, shape, dtype)
-
-
-@pytest.mark.gpu
-def test_cuda_captures_into_a_graph(cuda):
-    case, small, big, scales = random_case(*SHAPES[0])
-    args = [padded(small), big, *scales, None, torch.randn(len(big)), *case.geometry]
-    args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
-    op = torch.ops.hot.conv_grad_weight
-    torch.use_deterministic_algorithms(False)  # filling fresh memory is not captured
-    want = op(*args, 0, torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = op(*args, 0, torch.bfloat16)
-    got.zero_()
-    graph.replay()
-    assert torch.equal(got, want)

@@ -1,4 +1,4 @@
-"""INT4 operands of the product, two values a byte: layout, providers, and whole steps with them."""
+"""INT4 operands of the product, two values a byte: their layout, and whole steps with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import hot_compile
 from hot_compile.runtime import reference
 from hot_compile.testing import hot_step
 
-SHAPES = [(1, 1), (15, 33), (197, 100), (300, 64), (0, 5), (5, 0)]
 OPERATORS = {
     "quantize_rows": (4, True, True, True),
     "quantize_columns": (16, 1, 4, True, False, True),
@@ -22,30 +21,6 @@ def test_even_entries_lie_in_low_nibbles():
     q = torch.tensor([[1, -1, -8, 7]], dtype=torch.int8)
     assert reference.pack_int4(q).tolist() == [[0xF1, 0x78]]
     assert torch.equal(reference.unpack_int4(reference.pack_int4(q)), q)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_packed_holds_the_very_integers(provider, assert_same, name, shape):
-    x, args = torch.randn(shape), OPERATORS[name]
-    got = provider(name, x, *args)
-    assert_same(got, getattr(reference, name)(x, *args))
-    plain = provider(name, x, *args[:-1])
-    assert torch.equal(reference.unpack_int4(got[0]), plain[0])
-    assert_same(got[1:], plain[1:])
-
-
-@pytest.mark.parametrize("mnk", [(1, 1, 32), (17, 33, 64), (40, 1, 96), (3, 4, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_of_packed_operands(provider, assert_same, mnk, dtype):
-    m, n, k = mnk
-    a, b = (torch.randint(-8, 8, (r, k), dtype=torch.int8) for r in (m, n))
-    rest = (torch.rand(m), torch.rand(n), torch.randn(m), torch.randn(n), dtype)
-    packed = provider("scaled_int_mm", reference.pack_int4(a), reference.pack_int4(b), *rest)
-    assert_same(packed, provider("scaled_int_mm", a, b, *rest))
-    assert_same(
-        packed, reference.scaled_int_mm(reference.pack_int4(a), reference.pack_int4(b), *rest)
-    )
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -65,12 +40,6 @@ def test_opcheck(name):
 def test_eight_bits_do_not_pack(name, args, message):
     with pytest.raises(RuntimeError, match=message):
         getattr(torch.ops.hot, name)(torch.zeros(4, 8), *args)
-
-
-def test_one_packed_operand_is_refused():
-    a, b = torch.zeros(2, 32, dtype=torch.int8), torch.zeros(2, 16, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="packed INT4"):
-        torch.ops.hot.scaled_int_mm(a, b, torch.ones(2), torch.ones(2), None, None, torch.float32)
 
 
 @pytest.mark.parametrize("recipe", ["hot", "paper"])

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hot_compile.runtime import reference
-from hot_compile.runtime.ops import round_up
+from hot_compile.runtime.reference.sizes import round_up
 
 SPECIAL = (0.0, -0.0, float("inf"), float("nan"), 1e-42, 3e38, 1.0, 127.0)
 quick = settings(

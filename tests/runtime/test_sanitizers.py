@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hot_compile.runtime import build, extensions
+from hot_compile.runtime.native import build, extensions
 
 _FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 _SWEEPS = {
     "test_small_sizes.py": "test_integer_products or test_convolutions",
-    "test_cpu_matches_reference.py": "not every_byte and not long and not overflow",
+    "test_providers.py": "not long and not overflow and not sm80 and not sm90",
     "test_conv.py": "not cuda and not opcheck and not wrong_arguments",
     "test_packed.py": "",
-    "test_shared.py": "",
 }
 """Files beside this one, and which of their tests: those that a Python definition judges."""
 

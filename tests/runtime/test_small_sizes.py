@@ -10,9 +10,10 @@ import sys
 
 import pytest
 import torch
+from conftest import on_cpu
 from torch import nn
 
-from hot_compile.runtime import reference, reference_conv
+from hot_compile.runtime import reference
 from hot_compile.testing import hot_step
 
 SIZES = (0, 1, 2, 3, 5, 17)
@@ -64,6 +65,7 @@ def conv_operands(geometry, batch: int, outputs: int, inputs: int):
 CHANNELS = ((1, 1), (3, 1), (1, 2), (3, 2), (0, 2), (2, 0), (2, 18))
 
 
+@on_cpu
 @pytest.mark.parametrize("dims", [1, 2])
 def test_convolutions(provider, assert_same, dims):
     """Every geometry in one dimension, some of two; the slow sweep takes all of all."""
@@ -74,6 +76,7 @@ def test_convolutions(provider, assert_same, dims):
 
 
 @pytest.mark.slow
+@on_cpu
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_all_convolutions(provider, assert_same, dims, batch):
@@ -89,7 +92,7 @@ def check_grad_weight(provider, assert_same, geometry, batch, outputs, inputs):
     zeros = ((None, None), (torch.randn(outputs), None), (None, torch.randn(inputs)))
     for zero in zeros:
         tail = (*scales, *zero, batch, *geometry, 0, torch.float32)
-        want = reference_conv.conv_grad_weight(small, big, *tail)
+        want = reference.conv_grad_weight(small, big, *tail)
         for operands in ((small, big), channels_last):
             assert_same(provider("conv_grad_weight", *operands, *tail), want)
 
@@ -101,7 +104,7 @@ def check_grad_input(provider, geometry, batch, outputs, inputs):
     rows, weight = integers(positions, outputs), integers(columns, outputs)
     scales = torch.full((positions,), 0.5), torch.full((columns,), 2.0)
     tail = (*scales, batch, *geometry, torch.float32)
-    want = reference_conv.conv_grad_input(rows, weight, *tail)
+    want = reference.conv_grad_input(rows, weight, *tail)
     for operands in ((rows, weight), (strided(rows, 2), weight.t().contiguous().t())):
         got = provider("conv_grad_input", *operands, *tail)
         assert torch.equal(got, want), (geometry, batch, outputs, inputs)

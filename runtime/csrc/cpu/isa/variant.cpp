@@ -1,0 +1,23 @@
+// Every kernel compiled for one ISA, in a namespace of its own: HOT_ISA, which the build sets.
+// clang-format off
+#define HOT_QUOTED(text) #text
+#define HOT_QUOTE(text) HOT_QUOTED(text)
+#define HOT_LANES_OF(name) HOT_QUOTED(cpu/isa/vec_##name.hpp)
+#define HOT_LANES(name) HOT_LANES_OF(name)
+#include HOT_LANES(HOT_ISA)
+#include "cpu/quantize/quantize.inl"
+#include "cpu/quantize/rows.inl"
+#include "cpu/quantize/columns.inl"
+#include "cpu/storage/int4.inl"
+#include "cpu/gemm/product.inl"
+#include "cpu/conv/conv.inl"
+// clang-format on
+
+namespace hot::HOT_ISA {
+
+extern const Kernels kKernels = {
+    HOT_QUOTE(HOT_ISA), rows_absmax, quantize_rows, gather_columns, emit_columns, compress_int4,
+    expand_int4,        epilogue,    int_product,   fold,           store_floats, transform_tiles,
+};
+
+}  // namespace hot::HOT_ISA

@@ -1,0 +1,30 @@
+// Shape -> kernel: a small table from measurements on the H200, no tuning at run time.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gemm/combine.hpp"
+#include "cuda/gemm/gemm.hpp"
+
+namespace hot {
+
+struct GemmShape {
+  int64_t m, n, k;
+  OutType type;
+  bool hopper;
+  bool packed;  // INT4 operands, two values a byte
+  int sm_count;
+};
+
+// Sums and outputs of the Ampere kernels are written in whole vectors of 4.
+constexpr int64_t kSm80Vector = 4;
+
+struct GemmPlan {
+  GemmKernel kernel;
+  bool fused;     // writes the scaled output itself; else int32 sums for combine()
+  int64_t slice;  // of K per slab, when not fused
+};
+
+GemmPlan plan_gemm(const GemmShape&);
+
+}  // namespace hot

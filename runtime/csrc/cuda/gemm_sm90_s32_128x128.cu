@@ -1,7 +1,0 @@
-#include "gemm_sm90.cuh"
-
-namespace hot {
-
-void gemm_sm90_s32_128x128(const GemmProblem& p) { GemmSm90<int32_t, 128, 128, Pingpong>::run(p); }
-
-}  // namespace hot
