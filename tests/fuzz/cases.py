@@ -257,7 +257,7 @@ def _net(seed: int, chance: random.Random) -> Case:
     }[kind]
     stages: list[Stage] = []
     x = torch.randn(shape)
-    for _ in range(chance.randint(2, 8)):
+    for _ in range(chance.randint(2, 6)):
         stage = _stage(chance, x)
         try:
             x = apply(stage, x)

@@ -41,6 +41,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--seeds", default="0:200", help="first:last, the last not taken")
     add("--opinfo", action="store_true", help="seeds are places in the list of all operators")
+    add("--options", type=json.loads, help="JSON: these instead of the options drawn")
     add("--lower", action="store_true", help="compile as a user's run does, against Inductor")
     add("--jobs", type=int, default=2, help="processes at a time")
     add("--out", type=Path, help="JSON lines, one per seed; seeds that it has are not run again")
@@ -84,6 +85,8 @@ def result(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     case = operator_case(seed) if options.opinfo else draw(seed)
     if case is None:
         return {"seed": seed, "name": "not run in eager mode", "failures": [], "counts": {}}
+    if options.options is not None:
+        case = dataclasses.replace(case, options=tuple(options.options.items()))
     verdict = examine(case, options.lower)
     failures, small, path = verdict.failures, case, None
     if failures and options.shrink:
@@ -218,6 +221,7 @@ def started(seeds: list[int], options: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.fuzz", "--worker", "--shrink", str(options.shrink)]
     command += ["--seeds", ",".join(map(str, seeds)) + ","]
     command += ["--lower"] * options.lower + ["--opinfo"] * options.opinfo
+    command += ["--options", json.dumps(options.options)] if options.options is not None else []
     command += ["--scripts", str(options.scripts.absolute())] if options.scripts else []
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return subprocess.Popen(
