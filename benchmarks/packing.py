@@ -28,7 +28,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.pack import Scheme, pack, unpack
+from hot_compile.passes.storage.pack import pack, unpack
+from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import build
 
 hot = torch.ops.hot

@@ -19,7 +19,7 @@ from torch._functorch import config as functorch_config
 
 from .inspect import Reports, megabytes, unchanged
 from .memory import held_tensors, peak_bytes, storage_bytes
-from .passes.crossing import Crossing
+from .passes.storage.record import Crossing
 
 _STOCK = ("exact", "exact+recompute")
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import fx
 
 from .config import Strategy
-from .passes.crossing import Crossing
 from .passes.plan import Decision, Plan
+from .passes.storage.record import Crossing
 
 NO_PLAN = Plan("exact", ())
 

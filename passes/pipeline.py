@@ -19,20 +19,21 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
-from hot_compile.passes.crossing import Crossing, crossing
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
-from hot_compile.passes.partition import store
 from hot_compile.passes.patches import patches_as_products
 from hot_compile.passes.plan import Plan, Pricing, plan
-from hot_compile.passes.plan_memory import plan_storage
 from hot_compile.passes.pools import gather_pool_gradients
 from hot_compile.passes.profile import Profile
 from hot_compile.passes.rewrite import rewrite
 from hot_compile.passes.shorten import shorten
 from hot_compile.passes.stems import stems_over_blocks
-from hot_compile.passes.tolerance import crossers
+from hot_compile.passes.storage.advance import advance
+from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.crossers import Judge, crossers
+from hot_compile.passes.storage.record import Crossing, crossing
+from hot_compile.passes.storage.store import store
 
 log = logging.getLogger("hot_compile")
 
@@ -67,7 +68,7 @@ class Context:
 def sources_hash() -> str:
     """Digest of this package's own source, so that an upgrade never hits an old cache entry."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -162,8 +163,12 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[Crossing, ...]:
         """Store what crosses by plan, if the graph has layers at all."""
         config, inputs = self._context.config, self._context.inputs
-        found = crossers(forward, backward, num_fwd_outputs, inputs, config.memory_min_bytes)
-        chosen = plan_storage(found, config) if self._joint.plan is not None else {}
+        stores = self._joint.plan is not None and config.memory is not Memory.OFF
+        judge = Judge(forward, backward, inputs, config.memory_min_bytes)
+        if stores and advance(forward, backward, num_fwd_outputs, judge):
+            judge = Judge(forward, backward, inputs, config.memory_min_bytes)
+        found = crossers(forward, backward, num_fwd_outputs, judge)
+        chosen = plan_storage(found, config) if stores else {}
         return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:

@@ -6,29 +6,21 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hot_compile.config import HotConfig, Memory
+from hot_compile.passes.graph import IMAGE_DIMS
 from hot_compile.passes.layouts import in_memory
-from hot_compile.passes.pack import Scheme, by_channel, packed_bytes
 from hot_compile.passes.site import bytes_of
-from hot_compile.passes.tolerance import Crosser
-
-_ERROR = {
-    Scheme.EXACT: 0.0,
-    Scheme.BITS: 0.0,
-    Scheme.INT8: 0.004,
-    Scheme.ROWS: 0.01,
-    Scheme.INT4: 0.06,
-}
-"""Relative error of a stored tensor: what a step of the grid over the spread of normally
-distributed groups of 128 (a row: a thousand) gives."""
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.layout import packed_bytes
+from hot_compile.passes.storage.schemes import Scheme
 
 
 def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
     Without a budget: as small as it tolerates and ``config.memory_bits`` allows, but what norms
-    read, and channels-last images, no smaller than the INT8 that costs no pass of its own. With
-    one: in order of error per byte saved, until the budget holds. That order does not depend on the
-    budget, so a smaller budget never holds more.
+    read, and images, no smaller than the 8 bits that cost no pass of their own. With one: in order
+    of error per byte saved, until the budget holds. That order does not depend on the budget, so a
+    smaller budget never holds more.
     """
     if config.memory is Memory.OFF:
         return {}
@@ -52,15 +44,15 @@ def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
     if config.memory is Memory.PAPER and not crosser.feeds_product:
         return (Scheme.EXACT,)
     return tuple(
-        scheme for scheme in crosser.schemes if scheme is not Scheme.INT4 or config.memory_bits == 4
+        scheme
+        for scheme in crosser.schemes
+        if scheme is Scheme.EXACT or scheme.spec.bits >= config.memory_bits
     )
 
 
 def _without_budget(crosser: Crosser, ladder: tuple[Scheme, ...]) -> Scheme:
-    if Scheme.ROWS in ladder:
-        return Scheme.ROWS
-    image = ladder[-1] is Scheme.INT4 and by_channel(in_memory(crosser.saved))
-    return Scheme.INT8 if image else ladder[-1]
+    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS
+    return ladder[1] if crosser.norm or image else ladder[-1]
 
 
 def _with_mask(crosser: Crosser, scheme: Scheme) -> Scheme:
@@ -82,6 +74,6 @@ def _steps(
         value = in_memory(crosser.saved)
         for finer, coarser in pairwise(ladder):
             saved = packed_bytes(value, finer) - packed_bytes(value, coarser)
-            error = _ERROR[coarser] - _ERROR[finer]
+            error = coarser.spec.error - finer.spec.error
             steps.append((error / max(1, saved), saved, crosser, coarser))
     return steps

@@ -15,10 +15,13 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 
 from hot_compile.passes.affine import fold_channel_steps
 from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import VIEWS, aten, returned, strip
+from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, returned, strip
 from hot_compile.passes.layouts import in_memory
-from hot_compile.passes.pack import Layout, Scheme, layout_of, pack, unpack, unpack_mask
-from hot_compile.passes.tolerance import Crosser, Mask
+from hot_compile.passes.storage.crossers import Crosser, Mask
+from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
+from hot_compile.passes.storage.readers import kept_dims
+from hot_compile.passes.storage.schemes import Scheme, Unit
 
 
 def store(
@@ -94,7 +97,8 @@ class _Edit:
         place = place if mask is None else max(place, mask.compared.next)
         emit = Emitter(self._forward, place, saved)
         stored = _in_order(emit, saved)
-        parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit))
+        mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
+        parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
         arriving = tuple(self._placeholder(part, beside) for part in parts)
         emit = Emitter(self._backward, min(wanted.users), wanted)
         value = unpack(emit, arriving, stored.meta["val"], scheme)
@@ -157,3 +161,16 @@ def _after_last_use(node: fx.Node) -> fx.Node:
             if user.target in VIEWS:
                 stack.append(user)
     return last.next
+
+
+def _known_mean(image: fx.Node, place: fx.Node) -> fx.Node | None:
+    """The mean of ``image`` by channel, in fp32, if a batch norm found it before ``place``."""
+    for reader in (image, *(user for user in image.users if user.target in CASTS)):
+        for norm in reader.users:
+            if norm.target is not aten.var_mean.correction or kept_dims(norm) != {CHANNEL_DIM}:
+                continue
+            for part in norm.users:
+                value = part.meta["val"]
+                if part.args[1] == 1 and part < place and value.dim() == image.meta["val"].dim():
+                    return part if value.dtype is torch.float32 else None
+    return None

@@ -1,0 +1,1 @@
+"""What crosses from the forward to the backward: found, judged by its readers, stored smaller."""

@@ -1,0 +1,163 @@
+"""Moves the cut past what does not tolerate rounding: saves the result of a difference instead.
+
+The partitioner may save what a norm or a softmax starts from, and recompute the norm in the
+backward. Rounded there, the difference with the mean loses its digits; rounded after it, nothing is
+lost. So the recomputed node itself, or one that all its readers go through, is saved: in place of
+the tensor where nothing else reads that, else beside it, if both rounded take no more than it does.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+from hot_compile.passes.graph import is_tangent, placeholders, returned
+from hot_compile.passes.layouts import in_memory
+from hot_compile.passes.site import bytes_of, hint
+from hot_compile.passes.storage.crossers import Crosser, Judge, base, saved_pairs
+from hot_compile.passes.storage.layout import packed_bytes
+from hot_compile.passes.storage.readers import read
+from hot_compile.passes.storage.schemes import Scheme
+
+_READERS = "readers"
+"""The node of the recomputed graph that stands for all its readers."""
+_MOST_CUTS = 3
+
+
+def advance(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge) -> int:
+    """Save tolerant results of what refuses rounding; both graphs change in place.
+
+    Returns how many tensors are saved that were recomputed before.
+    """
+    cut = _Cut(forward, backward, num_fwd_outputs, judge)
+    for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
+        if restored.users and saved.meta["val"].is_floating_point():
+            for there, later in cut.past(saved, restored):
+                cut.add(saved, restored, there, later)
+    return cut.finish()
+
+
+def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node) -> bool:
+    """``there``, in the forward, is what the backward recomputes as ``later``, no larger."""
+    mine, value = saved.meta["val"], there.meta.get("val")
+    if not isinstance(value, torch.Tensor) or there.target is not later.target:
+        return False
+    return hint(value.numel()) == hint(mine.numel()) and bytes_of(value) <= bytes_of(mine)
+
+
+def _bottlenecks(start: fx.Node, judge: Judge) -> list[fx.Node]:
+    """``start`` and the recomputed nodes through which all its readers go, the first one first."""
+    graph, stack, seen = nx.DiGraph(), [start], {start}
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            outside = user.op != "call_function" or user in judge.facts.gradients
+            graph.add_edge(_READERS if outside else user, node)  # from the readers backwards
+            if not outside and user not in seen:
+                seen.add(user)
+                stack.append(user)
+    path = [start]
+    if _READERS in graph:
+        above = nx.immediate_dominators(graph, _READERS)
+        while above.get(path[-1], _READERS) != _READERS:
+            path.append(above[path[-1]])
+    return path
+
+
+class _Cut:
+    """What the forward returns for the backward, and the backward's placeholders, in step."""
+
+    def __init__(
+        self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge
+    ) -> None:
+        self._forward, self._backward = forward, backward
+        self._user_outputs, self._judge = num_fwd_outputs, judge
+        self._unread = {n.name for n in placeholders(backward) if not n.users}
+        self._made = {node.name: node for node in forward.nodes}
+        outputs = returned(forward)[:num_fwd_outputs]
+        self._seen_by_user = {base(n) for n in outputs if isinstance(n, fx.Node)}
+        self._done = 0
+
+    def past(self, saved: fx.Node, restored: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """(forward's node, backward's) to save so that ``saved`` need not stay exact.
+
+        Empty if it need not anyway, or if that would take more than it does as it is.
+        """
+        cuts: list[tuple[fx.Node, fx.Node]] = []
+        known, cost = self._judge.facts, 0
+        if self._judge.unfit(saved):
+            return []
+        reading = read(restored, known)
+        while reading.refusal:
+            found = self._tolerant(saved, reading.culprit)
+            if found is None or len(cuts) == _MOST_CUTS:
+                return []
+            crosser = found
+            cuts.append((crosser.saved, crosser.restored))
+            cost += packed_bytes(in_memory(crosser.saved), crosser.schemes[1])
+            reading = read(restored, known, {later for _, later in cuts})
+        if not cuts:
+            return []
+        rest = self._judge(saved, restored, {later for _, later in cuts})
+        if reading.readers:
+            if rest.schemes == (Scheme.EXACT,):
+                return []
+            cost += packed_bytes(in_memory(saved), rest.schemes[1])
+        return cuts if cost <= bytes_of(saved.meta["val"]) else []
+
+    def _tolerant(self, saved: fx.Node, culprit: fx.Node | None) -> Crosser | None:
+        """What to save of what ``culprit`` makes."""
+        if culprit is None or culprit.op != "call_function":
+            return None
+        if culprit in self._judge.facts.gradients:
+            return None
+        for later in _bottlenecks(culprit, self._judge):
+            there = self._made.get(later.name)
+            if there is None or not _replaces(there, later, saved):
+                continue
+            crosser = self._judge(there, later)
+            if base(there) not in self._seen_by_user and crosser.schemes != (Scheme.EXACT,):
+                return crosser
+        return None
+
+    def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> None:
+        """Return ``there`` beside ``saved``, and let it arrive where it was recomputed."""
+        name = later.name
+        later.name = f"{name}_recomputed"
+        with self._backward.inserting_before(restored):
+            arriving = self._backward.placeholder(name)
+        arriving.target = arriving.name = name
+        arriving.meta = {"val": there.meta["val"]}
+        later.replace_all_uses_with(arriving)
+        outputs: list[object] = []
+        for place, value in enumerate(returned(self._forward)):
+            is_slot = value is saved and place >= self._user_outputs
+            outputs += [there, value] if is_slot else [value]
+        self._forward.output_node().args = (tuple(outputs),)
+        self._done += 1
+
+    def finish(self) -> int:
+        """Drop what nobody in the backward reads any more; how many tensors were added."""
+        if not self._done:
+            return 0
+        self._backward.eliminate_dead_code()
+        dead = {n for n in placeholders(self._backward) if not n.users and not is_tangent(n)}
+        dead = {n for n in dead if n.name not in self._unread}
+        names = {n.name for n in dead}
+        for node in dead:
+            self._backward.erase_node(node)
+        outputs = returned(self._forward)
+        seen, saved = outputs[: self._user_outputs], outputs[self._user_outputs :]
+        saved = [v for v in saved if not (isinstance(v, fx.Node) and v.name in names)]
+        output = self._forward.output_node()
+        output.args = ((*seen, *saved),)
+        if "desc" in output.meta:
+            described = list(output.meta["desc"])[: self._user_outputs]
+            described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
+            output.meta["desc"] = described
+        self._forward.eliminate_dead_code()
+        for graph in (self._forward, self._backward):
+            graph.lint()
+        return self._done

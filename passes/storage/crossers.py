@@ -1,0 +1,278 @@
+"""Which tensors cross from forward to backward, and what each may be stored as. Read-only.
+
+A tensor whose readers are not all proven to tolerate rounding stays exact, with the reason as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+import torch
+from torch import fx
+
+from hot_compile.passes.graph import (
+    VIEWS,
+    closure,
+    module_path,
+    placeholders,
+    returned,
+    strip,
+)
+from hot_compile.passes.layouts import in_memory
+from hot_compile.passes.match import GraphInputs
+from hot_compile.passes.site import bytes_of
+from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.readers import FLOATS, Facts, Reading, facts, read
+from hot_compile.passes.storage.schemes import Scheme
+
+_EXACT = (Scheme.EXACT,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A comparison the backward makes on a value that it recomputes from a saved tensor."""
+
+    node: fx.Node
+    """In the backward."""
+    compared: fx.Node
+    """In the forward: the value, before anything was rounded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Crosser:
+    """A tensor the forward saves, and how coarsely it may be stored."""
+
+    saved: fx.Node
+    """In the forward: what is saved."""
+    restored: fx.Node
+    """In the backward: the placeholder it arrives as."""
+    schemes: tuple[Scheme, ...]
+    """What it may be stored as, finest first; only ``exact`` where ``reason`` says why."""
+    reason: str = ""
+    feeds_product: bool = False
+    """A layer's product reads it as it is: the x of the paper's ABC."""
+    norm: bool = False
+    """A norm's backward sums over its rows."""
+    masks: tuple[Mask, ...] = ()
+    """Their outcome is worth its own bits: a rounded value may fall on the other side."""
+    own_mask: Mask | None = None
+    """One of them, laid out as it is, that no other tensor has as its own."""
+
+    @property
+    def name(self) -> str:
+        """The forward node's name."""
+        return self.saved.name
+
+    @property
+    def module(self) -> str:
+        """Path of the module that made it, '' if unknown."""
+        return module_path(self.saved) or ""
+
+
+class Judge:
+    """Says of any pair of a forward's and a backward's node how the pair may be stored.
+
+    Args:
+        forward, backward: what the partitioner made.
+        inputs: which of the forward's placeholders are parameters.
+        smallest: tensors of fewer bytes are not worth a kernel.
+    """
+
+    def __init__(
+        self, forward: fx.Graph, backward: fx.Graph, inputs: GraphInputs, smallest: int
+    ) -> None:
+        self._smallest = smallest
+        self._activations = _activations(forward, inputs)
+        self._forward = {node.name: node for node in forward.nodes}
+        names = {node.name for node in self._activations}
+        self.facts: Facts = facts(backward, names)
+
+    def __call__(
+        self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()
+    ) -> Crosser:
+        """The pair as a Crosser; masks are not given away yet.
+
+        ``cuts``: recomputed values that will be saved, too.
+        """
+        why = self.unfit(saved)
+        if why:
+            return Crosser(saved, restored, _EXACT, why)
+        if saved.meta["val"].dtype is torch.bool:
+            return _fitting(Crosser(saved, restored, (Scheme.EXACT, Scheme.BITS)))
+        reading = read(restored, self.facts, cuts)
+        if reading.refusal:
+            return Crosser(saved, restored, _EXACT, reading.refusal)
+        masks = [self._in_forward(mask) for mask in reading.masks]
+        if None in masks:
+            return Crosser(saved, restored, _EXACT, "compared in the backward alone")
+        found = Crosser(
+            saved,
+            restored,
+            _possible(saved, reading),
+            feeds_product=reading.product,
+            norm=reading.rows,
+            masks=tuple(mask for mask in masks if mask),
+        )
+        return _tried(_fitting(found), reading)
+
+    def unfit(self, saved: fx.Node) -> str:
+        """Why ``saved`` is stored as it is, whoever reads it."""
+        value = saved.meta["val"]
+        if saved not in self._activations:
+            return "made of parameters only"
+        if bytes_of(value) < self._smallest or value.dim() == 0:
+            return "small"
+        if is_packed(saved):
+            return "compressed already, for a layer's product"
+        if saved.meta.get("saved_tensor_with_no_vc_check"):
+            return "kept by a custom autograd function"
+        if value.dtype is not torch.bool and value.dtype not in FLOATS:
+            return f"not floating point: {_dtype(value)}"
+        return ""
+
+    def _in_forward(self, mask: fx.Node) -> Mask | None:
+        """``mask`` with what it compares in the forward; None if only the backward has that."""
+        compared, *others = mask.args
+        there = self._forward.get(compared.name) if isinstance(compared, fx.Node) else None
+        if there is None or any(isinstance(arg, fx.Node) for arg in others):
+            return None
+        return Mask(mask, there)
+
+
+def crossers(
+    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge
+) -> list[Crosser]:
+    """Every tensor that is kept for the backward only, in the order the forward returns them.
+
+    Args:
+        forward, backward: what the partitioner made.
+        num_fwd_outputs: how many of the forward's outputs the user sees.
+        judge: of these graphs.
+    """
+    pairs = saved_pairs(forward, backward, num_fwd_outputs)
+    found = [judge(saved, restored) for saved, restored in pairs]
+    return _own_masks(_whole_storages(found))
+
+
+def saved_pairs(
+    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int
+) -> list[tuple[fx.Node, fx.Node]]:
+    """(forward's node, backward's placeholder) of every tensor the forward computed and keeps for
+    the backward alone: packing a parameter, an input or a result would free nothing."""
+    outputs = returned(forward)
+    seen_by_user = {base(n) for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)}
+    arriving = {n.name: n for n in placeholders(backward)}
+    return [
+        (node, arriving[node.name])
+        for node in dict.fromkeys(outputs[num_fwd_outputs:])
+        if isinstance(node, fx.Node)
+        and node.name in arriving
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and base(node).op != "placeholder"
+        and base(node) not in seen_by_user
+    ]
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` is a view of."""
+    return strip(node, VIEWS)
+
+
+def is_packed(node: fx.Node) -> bool:
+    """A part of what one of our operators made of a layer's x."""
+    got = getattr(node.target, "__name__", "") == "getitem"
+    source = node.args[0] if got else None
+    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "hot"
+
+
+def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
+    """Nodes that depend on more than parameters; random masks count."""
+    names = dict(enumerate(inputs.parameters))
+    given = placeholders(forward)
+    weights = closure(node for index, node in enumerate(given) if names.get(index))
+    data = closure(node for index, node in enumerate(given) if not names.get(index))
+    return data | {node for node in forward.nodes if node not in weights}
+
+
+def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
+    """What the readers allow, finest first, whatever the tensor's layout."""
+    if reading.channel:
+        return (Scheme.EXACT, Scheme.CHANNELS8)
+    if reading.fine:
+        return (Scheme.EXACT, Scheme.GROUPS12)
+    lies_in_rows = isinstance(layout_of(in_memory(saved), Scheme.ROWS8), Layout)
+    along_rows = lies_in_rows and not reading.batched
+    eight = Scheme.ROWS8 if along_rows else Scheme.GROUPS8
+    if reading.batched:
+        return (Scheme.EXACT, eight)
+    return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)
+
+
+def _fitting(crosser: Crosser) -> Crosser:
+    """``crosser`` without the schemes its layout does not allow."""
+    problem, kept = "", []
+    for scheme in crosser.schemes:
+        layout = layout_of(in_memory(crosser.saved), scheme)
+        if scheme is Scheme.EXACT or isinstance(layout, Layout):
+            kept.append(scheme)
+        else:
+            problem = layout
+    if len(kept) == 1:
+        return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
+    return dataclasses.replace(crosser, schemes=tuple(kept))
+
+
+def _tried(crosser: Crosser, reading: Reading) -> Crosser:
+    """``crosser`` without the schemes that what is recomputed from it does not tolerate."""
+    assert reading.chain is not None
+    if reading.chain.plain:
+        return crosser
+    problem, kept = "", [Scheme.EXACT]
+    for scheme in crosser.schemes[1:]:
+        problem = reading.chain.try_scheme(scheme, crosser.saved)
+        if problem:
+            break  # a coarser one would do worse
+        kept.append(scheme)
+    if len(kept) == 1:
+        return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
+    return dataclasses.replace(crosser, schemes=tuple(kept))
+
+
+def _own_masks(found: list[Crosser]) -> list[Crosser]:
+    """Give each mask to the last tensor made of those it is recomputed from, if laid out alike."""
+    owned: dict[fx.Node, Mask] = {}
+    free = {mask.node for crosser in found for mask in crosser.masks}
+    for crosser in sorted(found, key=lambda c: c.saved, reverse=True):
+        readers = set(crosser.restored.users)
+        for mask in sorted(crosser.masks, key=lambda m: m.compared):
+            alike = _same_places(in_memory(mask.compared), in_memory(crosser.saved))
+            if mask.node in free and alike and readers != {mask.node}:  # else its bits are enough
+                owned[crosser.saved] = mask
+                free.discard(mask.node)
+                break
+    return [dataclasses.replace(c, own_mask=owned.get(c.saved)) for c in found]
+
+
+def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride()
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _whole_storages(found: list[Crosser]) -> list[Crosser]:
+    """Views of one storage are packed together or not at all: one of them would keep it alive."""
+    exact: dict[fx.Node, Crosser] = {}
+    for crosser in found:
+        if crosser.schemes == _EXACT:
+            exact.setdefault(base(crosser.saved), crosser)
+    return [
+        dataclasses.replace(
+            c, schemes=_EXACT, masks=(), reason=f"shares memory with {other.name}, exact"
+        )
+        if len(c.schemes) > 1 and (other := exact.get(base(c.saved))) is not None
+        else c
+        for c in found
+    ]

@@ -1,0 +1,367 @@
+"""Writes and restores a stored tensor by plain operators that Inductor fuses.
+
+A group whose elements share bytes is cut in 2 or 4 pieces, and a byte takes the same element of
+each: then the reduction over the group and the packing walk the same piece, and Inductor makes them
+one kernel that reads the tensor once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from hot_compile.passes.emit import Emitter, prims
+from hot_compile.passes.graph import aten
+from hot_compile.passes.storage.layout import MASK_BITS, Layout, layout_of
+from hot_compile.passes.storage.schemes import Scheme, Unit
+
+_TINY = 2.0**-120
+_UPPER_HALF = -0x10000
+"""Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
+_NAN_WORD = 0x7FC00000
+_STEPS12 = 2047
+_STEPS4 = 15
+_ZERO6 = 32
+"""What is added to a 6-bit code, so that it has no sign."""
+
+
+def pack(
+    emit: Emitter,
+    x: fx.Node,
+    scheme: Scheme,
+    mask: fx.Node | None = None,
+    mean: fx.Node | None = None,
+) -> tuple[fx.Node, ...]:
+    """Nodes that hold ``x`` as ``scheme``: packed tensors, then their scales.
+
+    Args:
+        emit: makes the nodes. x: a floating-point tensor, or bool for ``BITS``.
+        scheme: one that ``layout_of`` allows.
+        mask: bool and laid out as ``x``: goes into the bytes of a scheme that holds one.
+        mean: of each channel, shaped to broadcast with ``x``, if it is known already.
+    """
+    if scheme is Scheme.EXACT:
+        return (x,)
+    layout = layout_of(x.meta["val"], scheme)
+    assert isinstance(layout, Layout), layout
+    if scheme is Scheme.BITS:
+        return (_pack_bits(emit, x, layout),)
+    cut = _cut(emit, x, layout)
+    if scheme is Scheme.INT4:
+        return _pack_int4(emit, cut)
+    if scheme is Scheme.GROUPS6:
+        return _pack_6(emit, cut)
+    if scheme is Scheme.GROUPS12:
+        return _pack_12(emit, cut)
+    values, centre = emit.cast(cut, torch.float32), ()
+    if scheme.spec.unit is Unit.CHANNEL:
+        given = None if mean is None else emit.permute(mean, layout.order)
+        values, width, centre = _centred(emit, values, layout.over, given)
+    else:
+        width = emit(aten.amax.default, emit(aten.abs.default, values), list(layout.over), True)
+    word = _scale_word(emit, width, steps=1)
+    scale = _as_float(emit, word)
+    reciprocal = _reciprocal(emit, scale)
+    if scheme.spec.unit is Unit.CHANNEL:  # found in another kernel than the one that applies it
+        reciprocal = emit.from_memory(reciprocal)
+    code = _encode(emit, values, reciprocal, scheme.spec.levels)
+    if mask is not None:
+        lowest = emit.cast(_cut(emit, mask, layout), torch.float32)
+        code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2.0), lowest)
+    if scheme.spec.unit is not Unit.CHANNEL:
+        scale = emit.cast(scale, torch.bfloat16)
+    return emit.cast(code, torch.int8), scale, *centre
+
+
+def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme) -> fx.Node:
+    """Node that has ``like``'s shape, dtype and order of strides, from what ``pack`` made."""
+    if scheme is Scheme.EXACT:
+        return parts[0]
+    flat = emit.cast(_restore(emit, parts, scheme), like.dtype)
+    return _laid_out(emit, flat, parts[0], like, scheme)
+
+
+def unpack_mask(emit: Emitter, packed: fx.Node, like: Tensor, scheme: Scheme) -> fx.Node:
+    """The mask in the bytes that ``pack`` made by ``scheme`` of a tensor like ``like``."""
+    mask = emit.cast(emit(aten.bitwise_and.Scalar, packed, 1), torch.bool)
+    return _laid_out(emit, mask, packed, like, scheme)
+
+
+def _cut(emit: Emitter, x: fx.Node, layout: Layout) -> fx.Node:
+    """The view of ``x`` in which scales are found."""
+    memory = emit.permute(x, layout.order)
+    if not layout.cut:
+        return memory
+    outer = [emit.size(memory, dim) for dim in range(layout.outer)]
+    return emit(aten.view.default, memory, [*outer, *layout.cut])
+
+
+def _laid_out(
+    emit: Emitter, flat: fx.Node, packed: fx.Node, like: Tensor, scheme: Scheme
+) -> fx.Node:
+    """The view in which scales are found -> ``like``'s shape and order of strides."""
+    layout = layout_of(like, scheme)
+    assert isinstance(layout, Layout), layout
+    if layout.cut:
+        outer = [emit.size(packed, dim) for dim in range(layout.outer)]
+        inner = [like.shape[dim] for dim in layout.order[layout.outer :]]
+        flat = emit(aten.view.default, flat, [*outer, *inner])
+    return emit.permute(flat, layout.inverse)
+
+
+def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
+    if scheme is Scheme.BITS:
+        return _unpack_bits(emit, *parts)
+    if scheme is Scheme.INT4:
+        return _unpack_int4(emit, *parts)
+    if scheme is Scheme.GROUPS12:
+        return _unpack_12(emit, *parts)
+    if scheme is Scheme.GROUPS6:
+        *planes, scale = parts
+        return _decode(emit, _join_6(emit, *planes), scale, scheme.spec.levels)
+    code, scale, *centre = parts
+    if scheme is not scheme.plain:
+        wide = emit.cast(code, torch.int32)
+        code = emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
+    values = _decode(emit, code, scale, scheme.spec.levels)
+    return emit(aten.add.Tensor, values, centre[0]) if centre else values
+
+
+def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) -> fx.Node:
+    """``values`` over their scale -> codes from ``-levels`` to ``levels``, whole numbers in fp32:
+    fourth roots, rounded."""
+    share = emit(aten.mul.Tensor, values, reciprocal)
+    root = emit(aten.sqrt.default, emit(aten.sqrt.default, emit(aten.abs.default, share)))
+    size = emit(aten.round.default, emit(aten.mul.Tensor, root, float(levels)))
+    return emit(aten.mul.Tensor, size, emit(aten.sign.default, share))
+
+
+def _decode(emit: Emitter, code: fx.Node, scale: fx.Node, levels: int) -> fx.Node:
+    """Fourth powers of ``code`` over ``levels``, with its sign, times ``scale``; fp32."""
+    share = emit(aten.mul.Tensor, emit.cast(code, torch.float32), 1.0 / levels)
+    signed = emit(aten.mul.Tensor, share, emit(aten.abs.default, share))
+    power = emit(aten.mul.Tensor, signed, emit(aten.mul.Tensor, share, share))
+    return emit(aten.mul.Tensor, power, emit.cast(scale, torch.float32))
+
+
+def _centred(
+    emit: Emitter, values: fx.Node, over: Sequence[int], mean: fx.Node | None
+) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]]:
+    """(values less their channel's mean, the largest of these, the mean)."""
+    dims = list(over)
+    mean = emit(aten.mean.dim, values, dims, True) if mean is None else mean
+    high = emit(aten.amax.default, values, dims, True)
+    low = emit(aten.amin.default, values, dims, True)
+    above, below = emit(aten.sub.Tensor, high, mean), emit(aten.sub.Tensor, mean, low)
+    width = emit(aten.maximum.default, above, below)
+    mean = emit.from_memory(mean)
+    return emit(aten.sub.Tensor, values, mean), width, (mean,)
+
+
+def _pieces(emit: Emitter, x: fx.Node, count: int) -> list[fx.Node]:
+    """A group's elements, its dimension the last but one, in ``count`` pieces; fp32."""
+    length = x.meta["val"].shape[-2] // count
+    return [
+        emit.cast(emit(aten.slice.Tensor, x, -2, k * length, (k + 1) * length), torch.float32)
+        for k in range(count)
+    ]
+
+
+def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
+    largest, *rest = (emit(aten.abs.default, piece) for piece in pieces)
+    for other in rest:
+        largest = emit(aten.maximum.default, largest, other)
+    return emit(aten.amax.default, largest, [-2], True)
+
+
+def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+    """(upper 8 bits of the first half, of the second; lower 4 bits of both; scale)."""
+    pieces = _pieces(emit, x, 2)
+    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces), _STEPS12))
+    reciprocal = _reciprocal(emit, scale)
+    upper, lower = [], []
+    for piece in pieces:
+        step = emit(aten.round.default, emit(aten.mul.Tensor, piece, reciprocal))
+        step = emit.cast(step, torch.int32)
+        high = emit(aten.bitwise_right_shift.Tensor_Scalar, step, 4)  # keeps the sign
+        upper.append(emit.cast(high, torch.int8))
+        lower.append(emit(aten.bitwise_and.Scalar, step, 15))
+    second = emit(aten.bitwise_left_shift.Tensor_Scalar, lower[1], 4)
+    both = emit.cast(emit(aten.bitwise_or.Tensor, lower[0], second), torch.uint8)
+    return upper[0], upper[1], both, emit.cast(scale, torch.bfloat16)
+
+
+def _unpack_12(
+    emit: Emitter, first: fx.Node, second: fx.Node, lower: fx.Node, scale: fx.Node
+) -> fx.Node:
+    half = _iota(emit, lower, 2, step=1)
+    upper = emit.cast(_either(emit, first, second, half), torch.int32)
+    upper = emit(aten.mul.Tensor, upper, 16)
+    shift = emit(aten.mul.Tensor, half, 4)
+    step = emit(aten.add.Tensor, upper, _field(emit, _beside(emit, lower), shift, bits=4))
+    values = emit.cast(_side_by_side(emit, step), torch.float32)
+    return emit(aten.mul.Tensor, values, emit.cast(scale, torch.float32))
+
+
+def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+    """(upper 4 bits of pieces 0 and 1, of 2 and 3; lower 2 bits of all four; scale)."""
+    pieces = _pieces(emit, x, 4)
+    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces), steps=1))
+    reciprocal = _reciprocal(emit, scale)
+    levels = Scheme.GROUPS6.spec.levels
+    codes = [_encode(emit, piece, reciprocal, levels) for piece in pieces]
+    codes = [emit.cast(emit(aten.add.Tensor, code, float(_ZERO6)), torch.int32) for code in codes]
+    upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, 2) for code in codes]
+    lower = [emit(aten.bitwise_and.Scalar, code, 3) for code in codes]
+    planes = _byte_of(emit, upper[:2], 4), _byte_of(emit, upper[2:], 4), _byte_of(emit, lower, 2)
+    return *planes, emit.cast(scale, torch.bfloat16)
+
+
+def _join_6(emit: Emitter, first: fx.Node, second: fx.Node, lower: fx.Node) -> fx.Node:
+    piece = _iota(emit, lower, 4, step=1)
+    behind = emit(aten.bitwise_right_shift.Tensor_Scalar, piece, 1)
+    byte = emit.cast(_either(emit, first, second, behind), torch.int32)
+    odd = emit(aten.bitwise_and.Scalar, piece, 1)
+    upper = _field(emit, byte, emit(aten.mul.Tensor, odd, 4), bits=4)
+    shift = emit(aten.mul.Tensor, piece, 2)
+    code = emit(aten.mul.Tensor, upper, 4)
+    code = emit(aten.add.Tensor, code, _field(emit, _beside(emit, lower), shift, bits=2))
+    return _side_by_side(emit, emit(aten.sub.Tensor, code, _ZERO6))
+
+
+def _byte_of(emit: Emitter, fields: Sequence[fx.Node], bits: int) -> fx.Node:
+    byte, *rest = fields
+    for place, field in enumerate(rest, start=1):
+        shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, field, place * bits)
+        byte = emit(aten.bitwise_or.Tensor, byte, shifted)
+    return emit.cast(byte, torch.uint8)
+
+
+def _iota(emit: Emitter, like: fx.Node, count: int, step: int) -> fx.Node:
+    """0, ``step``, ... on a dimension before the last two."""
+    row = emit(
+        prims.iota.default,
+        count,
+        start=0,
+        step=step,
+        dtype=torch.int32,
+        device=like.meta["val"].device,
+        requires_grad=False,
+    )
+    return emit(aten.view.default, row, [count, 1, 1])
+
+
+def _beside(emit: Emitter, plane: fx.Node) -> fx.Node:
+    """``plane`` as whole numbers, with a dimension for its pieces before the last two."""
+    return emit.cast(emit(aten.unsqueeze.default, plane, -3), torch.int32)
+
+
+def _either(emit: Emitter, first: fx.Node, second: fx.Node, which: fx.Node) -> fx.Node:
+    """``second`` where ``which`` is 1, else ``first``, along a dimension for pieces."""
+    chosen = emit(aten.eq.Scalar, which, 1)
+    one, other = (emit(aten.unsqueeze.default, plane, -3) for plane in (first, second))
+    return emit(aten.where.self, chosen, other, one)
+
+
+def _field(emit: Emitter, words: fx.Node, shift: fx.Node, bits: int) -> fx.Node:
+    shifted = emit(aten.bitwise_right_shift.Tensor, words, shift)
+    return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
+
+
+def _side_by_side(emit: Emitter, pieces: fx.Node) -> fx.Node:
+    """[..., pieces, length, lanes] -> [..., group, lanes]."""
+    *outer, count, length, lanes = pieces.meta["val"].shape
+    sizes = [emit.size(pieces, dim) for dim in range(len(outer))]
+    return emit(aten.view.default, pieces, [*sizes, count * length, lanes])
+
+
+def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+    first, second = _pieces(emit, x, 2)
+    low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-2], True)
+    high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
+    minimum_word = _minimum_word(emit, low)
+    minimum = _as_float(emit, minimum_word)
+    scale_word = _scale_word(emit, emit(aten.sub.Tensor, high, minimum), _STEPS4)
+    reciprocal = _reciprocal(emit, _as_float(emit, scale_word))
+
+    def nibble(values: fx.Node) -> fx.Node:
+        centred = emit(aten.sub.Tensor, values, minimum)
+        return emit(aten.round.default, emit(aten.mul.Tensor, centred, reciprocal))
+
+    packed = emit(aten.add.Tensor, nibble(first), emit(aten.mul.Tensor, nibble(second), 16.0))
+    lower = emit(aten.bitwise_right_shift.Tensor_Scalar, minimum_word, 16)
+    lower = emit(aten.bitwise_and.Scalar, lower, 0xFFFF)  # the shift repeats the sign
+    word = emit(aten.bitwise_or.Tensor, scale_word, lower)
+    return emit.cast(packed, torch.uint8), word
+
+
+def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
+    shift = _iota(emit, packed, 2, step=4)
+    step = _side_by_side(emit, _field(emit, _beside(emit, packed), shift, bits=4))
+    scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, _UPPER_HALF))
+    minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
+    scaled = emit(aten.mul.Tensor, emit.cast(step, torch.float32), scale)
+    return emit(aten.add.Tensor, scaled, minimum)
+
+
+def _scale_word(emit: Emitter, width: fx.Node, steps: int) -> fx.Node:
+    """Bits of ``width / steps`` rounded up to bf16, NaN unless ``width`` is finite.
+
+    Rounded by hand, on the bits: Inductor keeps a value it casts to bf16 and back in fp32.
+    """
+    bits = _as_int(emit, width if steps == 1 else emit(aten.mul.Tensor, width, 1 / steps))
+    up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), _UPPER_HALF)
+    finite = emit(aten.lt.Scalar, width, float("inf"))
+    return emit(aten.where.self, finite, up, _constant(emit, _NAN_WORD, like=bits))
+
+
+def _minimum_word(emit: Emitter, low: fx.Node) -> fx.Node:
+    """Bits of ``low`` rounded down to bf16: away from zero where it is negative."""
+    bits = _as_int(emit, low)
+    away = emit(aten.where.self, emit(aten.lt.Scalar, low, 0.0), *_constants(emit, bits))
+    return emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, away), _UPPER_HALF)
+
+
+def _constants(emit: Emitter, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+    return _constant(emit, 0xFFFF, like), _constant(emit, 0, like)
+
+
+def _constant(emit: Emitter, value: int, like: fx.Node) -> fx.Node:
+    fake = like.meta["val"]
+    return emit(
+        aten.full.default, [], value, dtype=fake.dtype, device=fake.device, pin_memory=False
+    )
+
+
+def _as_int(emit: Emitter, value: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, value, torch.int32)
+
+
+def _as_float(emit: Emitter, bits: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, bits, torch.float32)
+
+
+def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> fx.Node:
+    memory = emit.permute(mask, layout.order)
+    outer = [emit.size(memory, dim) for dim in range(layout.outer)]
+    lanes = emit(aten.view.default, memory, [*outer, MASK_BITS, layout.cut[1] // MASK_BITS])
+    bits = emit.cast(lanes, torch.uint8)
+    packed = emit(aten.select.int, bits, -2, 0)
+    for bit in range(1, MASK_BITS):
+        lane = emit(aten.select.int, bits, -2, bit)
+        shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, lane, bit)
+        packed = emit(aten.bitwise_or.Tensor, packed, shifted)
+    return packed
+
+
+def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
+    flat = emit(aten.unsqueeze.default, packed, -1)
+    shift = _iota(emit, packed, MASK_BITS, step=1)
+    return emit.cast(_field(emit, _beside(emit, flat), shift, bits=1), torch.bool)
+
+
+def _reciprocal(emit: Emitter, scale: fx.Node) -> fx.Node:
+    """1 / ``scale``; large for a scale of 0, whose group holds nothing but its minimum."""
+    return emit(aten.reciprocal.default, emit(aten.clamp_min.default, scale, _TINY))

@@ -1,0 +1,109 @@
+"""How a tensor may be stored between forward and backward: one entry a scheme.
+
+Values are coded by their fourth root (``CODES``): the step of the grid shrinks with the value, so
+that one outlier a hundred times as large as the rest of its group leaves the rest an error of 3 %,
+where a uniform grid of as many steps leaves 25 % of a standard deviation. On normally distributed
+values both err alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+
+
+class Unit(str, Enum):
+    """What shares a scale."""
+
+    NONE = "none"
+    ROW = "row"
+    """The innermost dimension; of a channels-last image the channels of one position."""
+    CHANNEL = "channel"
+    """Everything at one index of dimension 1. Stored as the distance from the channel's mean."""
+    GROUP = "group"
+    """Up to 128 elements side by side in memory."""
+
+
+class Scheme(str, Enum):
+    """What a crossing tensor is stored as."""
+
+    EXACT = "exact"
+    """As it is."""
+    ROWS8 = "rows8"
+    """8-bit codes, a bf16 scale a row. Its absmax is one more reduction of a kernel that goes over
+    the row anyway, or all its own."""
+    ROWS8_MASK = "rows8_mask"
+    """The same in seven bits: the lowest of each byte holds an element of a mask, which so costs
+    neither memory nor a pass of its own."""
+    GROUPS8 = "groups8"
+    """8-bit codes, a bf16 scale a group."""
+    GROUPS8_MASK = "groups8_mask"
+    """The same in seven bits beside a mask."""
+    CHANNELS8 = "channels8"
+    """8-bit codes of the distance from the channel's mean; scale and mean in fp32."""
+    CHANNELS8_MASK = "channels8_mask"
+    """The same in seven bits beside a mask."""
+    GROUPS12 = "groups12"
+    """12 uniform bits in planes of 8 and 4, a bf16 scale a group: for what a softmax sees."""
+    GROUPS6 = "groups6"
+    """6-bit codes in planes of 4 and 2, a bf16 scale a group."""
+    INT4 = "int4"
+    """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
+    whoever unpacks makes one load of both."""
+    BITS = "bits"
+    """A mask, eight elements to a byte. Lossless."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def spec(self) -> Spec:
+        """This scheme's entry in the table."""
+        return SPECS[self]
+
+    @property
+    def plain(self) -> Scheme:
+        """The scheme whose bytes hold no mask."""
+        return {masked: plain for plain, masked in _MASKED.items()}.get(self, self)
+
+    @property
+    def masked(self) -> Scheme:
+        """The scheme whose bytes hold a mask, too; itself where there is none."""
+        return _MASKED.get(self, self)
+
+
+_MASKED = {
+    Scheme.ROWS8: Scheme.ROWS8_MASK,
+    Scheme.GROUPS8: Scheme.GROUPS8_MASK,
+    Scheme.CHANNELS8: Scheme.CHANNELS8_MASK,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One row of the table of schemes."""
+
+    unit: Unit
+    bits: int
+    """Of an element."""
+    parameter_bytes: int
+    """Of what shares a scale."""
+    levels: int
+    """Codes of one sign; 0: not coded by its root."""
+    error: float
+    """Relative error (RMS over RMS) of normally distributed values."""
+
+
+SPECS: dict[Scheme, Spec] = {
+    Scheme.EXACT: Spec(Unit.NONE, 0, 0, 0, 0.0),
+    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 127, 0.012),
+    Scheme.ROWS8_MASK: Spec(Unit.ROW, 8, 2, 63, 0.024),
+    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 127, 0.011),
+    Scheme.GROUPS8_MASK: Spec(Unit.GROUP, 8, 2, 63, 0.022),
+    Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 127, 0.013),
+    Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 63, 0.026),
+    Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004),
+    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 31, 0.045),
+    Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1),
+    Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0),
+}
