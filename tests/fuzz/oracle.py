@@ -186,7 +186,7 @@ def uncertainty(built: Built, exact: Step) -> list[tuple[float, dict[str, Tensor
             for parameter in moved.parameters():
                 parameter.copy_(disturb(parameter, INPUT_NOISE))
         x = disturb(inputs[0].detach(), INPUT_NOISE).requires_grad_(inputs[0].requires_grad)
-        found.append((1.0, differences(step(built.loss, moved, (x, *inputs[1:])), base)))
+        found.append((1.5, differences(step(built.loss, moved, (x, *inputs[1:])), base)))
         found.append((4.0, differences(step(built.loss, model, inputs, PRODUCT_NOISE), base)))
     return found
 
@@ -224,7 +224,7 @@ def bound_of(case: Case, reports: list[GraphReport]) -> float:
         return math.inf
     coarse = 4 in (options.get("memory_bits"), options.get("gx_bits"))
     coarse |= "paper" in (options.get("memory"), options.get("recipe"))
-    outliers = "100" in case.input_tweak or any(s.tweaks for s in case.stages)
+    outliers = case.input_tweak != "x" or any(s.tweaks for s in case.stages)
     if coarse:
         return math.inf if outliers else COARSE_BOUND
     return OUTLIER_BOUND if outliers else BOUND
@@ -322,4 +322,12 @@ def counts(reports: list[GraphReport], got: Step) -> dict[str, Counter[str]]:
         "layers": Counter(str(d.strategy) for d in layers),
         "refused because": Counter(d.reason for d in layers if str(d.strategy) == "exact"),
         "bytes": Counter({"reported": reported, "held": got.held}),
+        "accounting": Counter([accounting(reported, got.held) if len(reports) == 1 else "-"]),
     }
+
+
+def accounting(reported: int, held: int) -> str:
+    """Whether what the report says is kept is what autograd keeps."""
+    if reported == held:
+        return "held as reported"
+    return "more is held (views of larger storages)" if held > reported else "less is held"
