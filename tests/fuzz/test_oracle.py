@@ -34,7 +34,7 @@ DEFECTS = {
     "equality mask": (TOKENS, (linear(), Stage("x.amax(1)"), linear(16)), 8, {}),
     "scale by the largest": (TOKENS, (linear(), Stage("x / x.max()"), linear(16)), 8, {}),
     "largest norm": (TOKENS, (linear(),), 8, {"loss": "y.norm(p=float('inf'), dim=-1).mean()"}),
-    "root": (TOKENS, (linear(), Stage("x.abs().pow(0.2)"), linear(16)), 4, {}),
+    "root": (TOKENS, (linear(), Stage("(F.relu(x) + 1e-4).pow(0.5)"), linear(16)), 4, {}),
     "pole": (TOKENS, (linear(), Stage("1 / (F.relu(x) + 1e-2)"), linear(16)), 8, {}),
     "square pole": (TOKENS, (linear(), Stage("1 / (x.square() + 1e-3)"), linear(16)), 4, {}),
     "difference with a target": (MATRIX, (linear(),), 4, NEAR),
