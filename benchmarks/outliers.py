@@ -21,9 +21,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from hot_compile.backend import hot
-from hot_compile.inspect import run_uncompiled
 from hot_compile.passes.measure import granule_errors
-from hot_compile.passes.observe import Layer
+from hot_compile.passes.observe import Layer, Observer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -33,8 +32,8 @@ ROWS, COLUMNS = 256, 256
 """How much of g_y is drawn: the first tokens and channels."""
 
 
-class Gradients:
-    """An observer that keeps |g_y| and its two errors, layer by layer."""
+class Gradients(Observer):
+    """Keeps |g_y| and its two errors, layer by layer."""
 
     def __init__(self, rank: int = 8) -> None:
         self._rank = rank
@@ -59,9 +58,7 @@ def observe_trained(task: Task, seed: int) -> Gradients:
     seen = Gradients()
 
     def evaluate(model: nn.Module) -> float:
-        backend = functools.partial(
-            hot, options={"recipe": "exact"}, observer=seen, inner_compile=run_uncompiled
-        )
+        backend = functools.partial(hot, options={"recipe": "exact"}, observer=seen)
         with torch.enable_grad():
             x, y = next(task.batches(torch.Generator().manual_seed(seed + 1)))
             logits = torch.compile(model.train(), backend=backend)(x.to(task.device))

@@ -17,9 +17,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from .inspect import Reports, megabytes, unchanged
+from .backend import hot
+from .inspect import megabytes, unchanged
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .passes.storage.record import Crossing
+from .record import Reports
+from .tables import PlainTable
 
 _STOCK = ("exact", "exact+recompute")
 
@@ -94,17 +97,14 @@ class MemoryReport:
         return [self._crossing_table(), self._measured_table()]
 
     def _crossing_table(self) -> Table:
-        table = Table(title="kept for the backward", box=box.SIMPLE, title_justify="left")
-        for column in ("tensor", "module", "shape", "stored as"):
-            table.add_column(column, overflow="fold")
-        for column in ("before", "stored"):
-            table.add_column(column, justify="right")
-        table.add_column("why", overflow="fold")
+        sizes = ("before", "stored")
+        columns = ("tensor", "module", "shape", "stored as", *sizes, "why")
+        table = PlainTable("kept for the backward", *columns, right=set(sizes))
         for c in self.crossing:
             scheme = c.dtype if c.scheme == "exact" else c.scheme
             shape = " x ".join(c.shape)
-            sizes = megabytes(c.bytes_before), megabytes(c.bytes)
-            table.add_row(c.name, c.module, shape, scheme, *sizes, c.reason)
+            held = megabytes(c.bytes_before), megabytes(c.bytes)
+            table.add(c.name, c.module, shape, scheme, *held, c.reason)
         return table
 
     def _measured_table(self) -> Table:
@@ -147,8 +147,6 @@ def memory_report(
     Returns:
         A :class:`MemoryReport`: printable, ``to_json()``, ``save_json(path)``, ``save_png(path)``.
     """
-    from .backend import hot  # the backend imports inspect, as this module does
-
     reports = Reports()
     ours = functools.partial(hot, options=options, recorder=reports)
     loss_of = loss_fn or _mean_square

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .calibration import Collector
+from .collector import Collector
 from .config import HotConfig
 from .errors import CalibrationError, ProfileFormatError
 from .passes.devices import pricing
@@ -117,7 +117,7 @@ def _cached_path(digest: str) -> Path:
 class Observing:
     """A compiled graph that is observed when its notes say so, and recompiled if that changes it.
 
-    Gradients of observed steps are exact. The call convention is that of ``usual``.
+    ``usual`` and ``observed`` compute the same; the latter shows the layers to the collector.
     """
 
     def __init__(
@@ -143,6 +143,9 @@ class Observing:
         if self._due is None or self._calls <= self._due:
             return self._usual(*args)
         self._collector.flush()
+        if self._collector.problem is not None:
+            self._due = None
+            return self._usual(*args)
         tried = self._calls - 1 - self._due
         if self._collector.batches < self._wanted and tried < _PATIENCE * self._wanted:
             return self._observed(*args)
@@ -179,17 +182,3 @@ def forget(code: CodeType | None) -> None:
         torch._dynamo.reset()
     else:
         torch._dynamo.eval_frame.reset_code(code)
-
-
-def twin(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph that can be compiled on its own: compiling edits graphs in place."""
-    graph, same = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(gm.graph, same))
-    for old, new in same.items():  # Dynamo marks nodes by attributes of its own, too
-        for name in vars(old).keys() - vars(new).keys():
-            setattr(new, name, getattr(old, name))
-    copy = fx.GraphModule(gm, graph, gm.__class__.__name__)
-    for name, value in vars(gm).items():
-        copy.__dict__.setdefault(name, value)
-    copy.meta = dict(gm.meta)
-    return copy

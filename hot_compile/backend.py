@@ -14,20 +14,21 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .auto import Notes, Observing, code_being_compiled, graph_digest, twin
-from .calibration import Collector
-from .config import HotConfig, split_options
-from .errors import PassDisabledError
-from .inspect import Dump, run_uncompiled
+from .auto import Notes, Observing, code_being_compiled, graph_digest
+from .collector import Collector
+from .config import OBJECTS, HotConfig, option_names, split_options
+from .errors import OptionError, PassDisabledError
 from .monitor import Gauge, Monitor, Watched, monitor_of
 from .passes.devices import pricing
 from .passes.graph import clean_path, module_path
 from .passes.match import GraphInputs
-from .passes.observe import Observer
+from .passes.observe import Observation, Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
+from .record import Dump
 from .runtime.providers import runtime_version
-from .schedule import Scheduled
+from .schedule import Scheduled, current_bits
+from .watching import Twin, Watch, twin
 
 _DISABLING = "use_joint_graph_passes"
 
@@ -53,8 +54,8 @@ def hot(
         options: ours (see ``HotConfig``) and Inductor's, mixed.
         recorder: told of every stage of every graph (used by ``explain``); by default one that
             writes to the folder of option ``dump`` or HOT_DUMP, if any.
-        observer: shown every layer's operands in each backward; the gradients are then exact, and
-            ``inner_compile`` must be one that runs the graphs as they are.
+        observer: shown every layer's operands in each backward, and how far the gradients are from
+            exact. Used by ``calibrate``; option ``lqs`` is not heeded then.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
 
     Raises:
@@ -69,12 +70,12 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-    graph = _Graph(gm, example_inputs, inner_compile, patches, recorder)
+    graph = _Graph(gm, example_inputs, _graph_inputs(gm), inner_compile, patches, recorder, config)
     if config.lqs == "auto" and observer is None:
         return _auto(graph, config, monitor)
     profile = Profile.load(config.profile) if config.profile else None
     if observer is not None:
-        return graph.compile(config, profile, observer)
+        return graph.watched(config, profile, observer, graph.finished)
     return _final(graph, config, profile, monitor)
 
 
@@ -87,31 +88,37 @@ class _Graph:
 
     gm: fx.GraphModule
     example_inputs: Sequence[Any]
+    inputs: GraphInputs
     inner_compile: Callable[..., Any]
     patches: dict[str, Any]
     recorder: Recorder | None
+    asked: HotConfig
+    """The user's options; a monitor adds to them."""
 
     def compile(
-        self, config: HotConfig, profile: Profile | None = None, observer: Observer | None = None
+        self,
+        config: HotConfig,
+        profile: Profile | None = None,
+        observation: Observation | None = None,
     ) -> Any:
         """The graph as ``config`` and ``profile`` say, reported to the recorder and dumped.
 
-        With ``observer``: exact, its layers shown to the observer, and not reported.
+        With ``observation``: exact, its layers shown, and not reported.
         """
         patches = dict(self.patches)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
-        recorder = Dump() if observer else self.recorder or Dump(dump)
-        if dump or self.recorder or observer:
+        recorder = Dump() if observation else self.recorder or Dump(dump)
+        if dump or self.recorder or observation:
             patches["force_disable_caches"] = True  # on a cache hit no pass runs: none to report
-        inputs = _graph_inputs(self.gm)
         context = Context(
             config=config,
-            inputs=inputs,
+            inputs=self.inputs,
             pricing=pricing,
             recorder=recorder,
-            identity=_identity(self.gm, config, inputs, self.example_inputs, profile),
+            identity=_identity(self.gm, config, self.inputs, self.example_inputs, profile),
             profile=profile,
-            observer=observer,
+            observation=observation,
+            asked=self.asked,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -122,45 +129,82 @@ class _Graph:
         patches["custom_partitioner_fn"] = partitioner
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
 
+    def watched(
+        self,
+        config: HotConfig,
+        profile: Profile | None,
+        observer: Observer,
+        finish: Callable[[HotConfig, Profile | None], Callable[..., Any]],
+    ) -> Watch:
+        """What ``finish`` makes of the graph, to be compared with an exact twin where called."""
+        patches = {**self.patches, "triton.cudagraphs": False}  # an observer is Python
+        bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
+
+        def compile_twin(gm: fx.GraphModule, fakes: Sequence[Any], seen: Observation) -> Any:
+            other = dataclasses.replace(bare, gm=gm, example_inputs=fakes, patches=patches)
+            return other.compile(config, profile, seen)
+
+        exact = Twin(twin(self.gm), compile_twin, observer)
+        return Watch(finish(config, profile), exact, self.inputs.parameters, observer)
+
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
-        """The graph for good: compiled once, or once for every width of a schedule."""
+        """The graph for good: compiled once, or once for every width of a schedule.
+
+        The recorder is told of the width in force now, which is the one that runs: a graph counts
+        once. Dumps are made of every width.
+        """
         if not config.schedule:
             return self.compile(config, profile)
         compiled = {}
-        for bits in {phase.gx_bits for phase in config.schedule}:
+        unheard = Dump() if self.recorder else None
+        for bits in sorted({phase.gx_bits for phase in config.schedule}):
             own = dataclasses.replace(config, schedule=(), gx_bits=bits)
-            compiled[bits] = dataclasses.replace(self, gm=twin(self.gm)).compile(own, profile)
+            heard = self.recorder if bits == current_bits(config.schedule) else unheard
+            graph = dataclasses.replace(self, gm=twin(self.gm), recorder=heard)
+            compiled[bits] = graph.compile(own, profile)
         return Scheduled(config.schedule, compiled)
 
 
 def _final(
     graph: _Graph, config: HotConfig, profile: Profile | None, monitor: Monitor | None
 ) -> Callable[..., Any]:
-    """The graph for good, watched if asked; layers that were found wanting stay exact."""
+    """The graph for good, watched if asked; what was found wanting is done more exactly."""
     if monitor is None:
         return graph.finished(config, profile)
-    config, gauge = monitor.applied(config), Gauge(monitor.rotate)
-    other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
-    observed = other.compile(config, profile, gauge)
-    usual = graph.finished(config, profile)
-    return Watched(usual, observed, gauge, monitor, code_being_compiled())
+    config, gauge = monitor.applied(config, graph.inputs.parameters), Gauge(monitor.rotate)
+    watch = graph.watched(config, profile, gauge, graph.finished)
+    return Watched(watch.usual, watch, gauge, monitor, code_being_compiled(), config)
 
 
 def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:
     """The graph by what was observed of it so far, to be observed again while that is due."""
-    digest = graph_digest(graph.gm, _graph_inputs(graph.gm).parameters, config.rank)
+    digest = graph_digest(graph.gm, graph.inputs.parameters, config.rank)
     notes = Notes(config, digest)
-    if notes.due is None:
+    if notes.due is None or not _runs_operators(graph.example_inputs):
         return _final(graph, config, notes.profile, monitor)
     collector = Collector(config.rank)
-    other = dataclasses.replace(graph, gm=twin(graph.gm), inner_compile=run_uncompiled)
-    observed = other.compile(config, notes.profile, collector)
-    usual = _final(graph, config, notes.profile, monitor)
-    return Observing(usual, observed, collector, config, notes)
+
+    def finish(config: HotConfig, profile: Profile | None) -> Callable[..., Any]:
+        return _final(graph, config, profile, monitor)
+
+    watch = graph.watched(config, notes.profile, collector, finish)
+    return Observing(watch.usual, watch, collector, config, notes)
+
+
+def _runs_operators(example_inputs: Sequence[Any]) -> bool:
+    """Every device has a runtime: else nothing is rewritten, and there is nothing to choose."""
+    devices = {str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)}
+    return not any(isinstance(pricing(torch.device(device)), str) for device in devices)
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's config patches for this mode and these options, validated by Inductor itself."""
+    """Inductor's config patches for this mode and these options, validated by Inductor itself.
+
+    But for unknown names: among its hundreds of options a misspelt one of ours would be lost.
+    """
+    known = torch._inductor.list_options()
+    if unknown := {name for name in options if name.replace("-", "_") not in known}:
+        raise OptionError.unknown(unknown, option_names() | OBJECTS, known)
     wrapper = torch._TorchCompileInductorWrapper(mode or "default", options or None, None)
     patches = dict(wrapper.config)
     if not patches.get(_DISABLING, getattr(inductor_config, _DISABLING)):
@@ -186,14 +230,16 @@ def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _graph_inputs(gm: fx.GraphModule) -> GraphInputs:
-    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record."""
-    names: list[str | None] = []
-    for node in gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        names.append(_parameter_name(source, node.meta.get("example_value")))
-    return GraphInputs(tuple(names) if any(names) else ())
+    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record.
+
+    Unknown only where there is no record at all: a graph made by hand.
+    """
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in given]
+    if not any(sources):
+        return GraphInputs()
+    values = [node.meta.get("example_value") for node in given]
+    return GraphInputs(tuple(map(_parameter_name, sources, values)))
 
 
 def _parameter_name(source: Any, value: Any) -> str | None:
@@ -202,7 +248,7 @@ def _parameter_name(source: Any, value: Any) -> str | None:
     text = source.name if isinstance(source.name, str) else source.name()
     held = "_parameters[" in text or "_buffers[" in text
     if held or isinstance(value, torch.nn.Parameter):
-        return clean_path(text)
+        return clean_path(text) or text  # a parameter that is an argument itself has no path
     return None
 
 

@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__, profile_cli
 from .errors import BuildError
@@ -35,9 +36,9 @@ def build(
         try:
             path = building.load(device_type)
         except BuildError as error:
-            console.print(f"[red]{device_type}: {error}[/red]")
+            console.print(Text(f"{device_type}: {error}", style="red"))
             raise typer.Exit(1) from None
-        console.print(f"{device_type}: {path}")
+        console.print(Text(f"{device_type}: {path}"))
 
 
 @app.command()
@@ -49,21 +50,21 @@ def doctor() -> None:
     table.add_row("torch", torch.__version__)
     table.add_row("python", platform.python_version())
     table.add_row("compiler", _compiler())
-    table.add_row("build cache", str(building.cache_dir()))
+    table.add_row("build cache", Text(str(building.cache_dir())))
     providers = [status(device_type) for device_type in ("cpu", "cuda")]
     for provider in providers:
-        verdict = "[green]ready[/green]" if provider.available else "[red]missing[/red]"
-        table.add_row(provider.device_type, f"{verdict} {provider.reason}")
+        verdict = ("ready", "green") if provider.available else ("missing", "red")
+        table.add_row(provider.device_type, Text.assemble(verdict, f" {provider.reason}"))
     console.print(table)
     if not any(provider.available for provider in providers):
         raise typer.Exit(1)
 
 
-def _compiler() -> str:
+def _compiler() -> Text:
     try:
-        return " ".join(building.find_compiler())
+        return Text(" ".join(building.find_compiler()))
     except BuildError as error:
-        return f"[red]{error}[/red]"
+        return Text(str(error), style="red")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -233,10 +233,19 @@ def option_names() -> frozenset[str]:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(ours, Inductor's): keys that are ours or carry our prefix, and the rest."""
+    """(ours, Inductor's): keys that are ours or carry our prefix, and the rest.
+
+    Raises:
+        OptionError: a key is no string.
+    """
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for key, value in (options or {}).items():
+        if not isinstance(key, str):
+            names = "names of options, which are strings"
+            raise OptionError(
+                f"got {key!r} as a key of options; expected {names}. Remove the key {key!r}."
+            )
         mine = key.startswith("hot.") or key in option_names() or key in OBJECTS
         (ours if mine else theirs)[key] = value
     return ours, theirs
@@ -254,12 +263,21 @@ def _choice(enum: type[Enum]) -> Any:
 
 
 def _one_of(*valid: object) -> Any:
+    """One of these values and of its type: 8.0 is not 8, which names an operator's bits."""
+
     def parse(name: str, value: object) -> object:
-        if value not in valid or isinstance(value, bool) != isinstance(valid[0], bool):
-            raise OptionError.value(name, value, f"one of {list(valid)}")
-        return value
+        for choice in valid:
+            if type(value) is type(choice) and value == choice:
+                return value
+        raise OptionError.value(name, value, f"one of {list(valid)}{_meant(value, valid)}")
 
     return parse
+
+
+def _meant(value: object, valid: Sequence[object]) -> str:
+    """What to write instead of a float that equals a valid whole number."""
+    whole = value in valid if isinstance(value, float) else False
+    return f", whole numbers: {int(value)} for {value}" if whole else ""  # type: ignore[call-overload]
 
 
 def _globs(name: str, value: object) -> tuple[str, ...]:
@@ -310,9 +328,12 @@ def _schedule(name: str, value: object) -> tuple[Phase, ...]:
     for place, entry in enumerate(value):
         last = place == len(value) - 1
         keys = {"gx_bits"} if last else {"until_step", "gx_bits"}
-        if not isinstance(entry, Mapping) or set(entry) != keys or entry["gx_bits"] not in (4, 8):
+        if not isinstance(entry, Mapping) or set(entry) != keys:
             raise OptionError.value(name, value, expected)
-        phases.append(Phase(entry.get("until_step"), entry["gx_bits"]))
+        bits = entry["gx_bits"]
+        if bits not in (4, 8) or type(bits) is not int:
+            raise OptionError.value(name, value, expected)
+        phases.append(Phase(entry.get("until_step"), bits))
     ends = [0, *(phase.until_step for phase in phases[:-1])]
     whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or any(a >= b for a, b in itertools.pairwise(ends)):  # type: ignore[operator]

@@ -1,103 +1,24 @@
-"""What the backend did to each graph: records, dumps, and the table ``explain`` prints."""
+"""``explain``: what the backend does to each layer of a model, and why, as a table."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from .backend import hot
 from .config import Strategy
 from .passes.plan import Decision, Plan
-from .passes.storage.record import Crossing
-
-NO_PLAN = Plan("exact", ())
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphReport:
-    """One compiled training graph: its plan as carried out, and what crosses to the backward."""
-
-    plan: Plan
-    crossing: tuple[Crossing, ...]
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes kept from forward to backward, parameters and inputs aside."""
-        return sum(c.bytes for c in self.crossing)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return {
-            "plan": self.plan.to_json(),
-            "crossing": [dataclasses.asdict(c) for c in self.crossing],
-            "held_bytes": self.held_bytes,
-        }
-
-
-class Dump:
-    """Recorder that writes every stage's graph, plan.json and crossing.json below a folder."""
-
-    def __init__(self, folder: str | None = None) -> None:
-        self._folder = _next_graph_folder(folder) if folder else None
-        self._count = itertools.count()
-
-    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Write the graph as it is after (or before) ``stage``."""
-        if self._folder is None:
-            return
-        owner = graph if isinstance(graph, fx.GraphModule) else fx.GraphModule({}, graph)
-        text = owner.print_readable(print_output=False)
-        (self._folder / f"{next(self._count):02d}.{stage}.py").write_text(text)
-
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Write plan.json and crossing.json."""
-        if self._folder is None:
-            return
-        data = GraphReport(plan or NO_PLAN, crossing).to_json()
-        for name in ("plan", "crossing"):
-            text = json.dumps(data[name], indent=1, default=str)
-            (self._folder / f"{name}.json").write_text(text + "\n")
-
-
-class Reports:
-    """Recorder that keeps each training graph's report."""
-
-    def __init__(self) -> None:
-        self.graphs: list[GraphReport] = []
-
-    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Stages are not kept."""
-
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Keep the report."""
-        self.graphs.append(GraphReport(plan or NO_PLAN, crossing))
-
-
-def _next_graph_folder(folder: str) -> Path:
-    """``folder/graph_NNN``, the first number not taken (other processes may be dumping too)."""
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count():
-        path = root / f"graph_{number:03d}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("unreachable")
+from .record import GraphReport, Reports, run_uncompiled
+from .tables import PlainTable
+from .watching import twin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +47,13 @@ class Explanation:
         title = (
             f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
         )
-        table = Table(title=f"{title} products rewritten", box=box.SIMPLE, title_justify="left")
-        for column in ("layer", "L x O x I", "strategy", "gain", "saved before", "after", "why"):
-            numeric = column in ("gain", "saved before", "after")
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        numbers = ("gain", "saved before", "after")
+        columns = ("layer", "L x O x I", "strategy", *numbers, "why")
+        table = PlainTable(f"{title} products rewritten", *columns, right=set(numbers))
         stored = self._stored_bytes()
         for decisions in _folded(self.plan):
             first, *more = _row(decisions[0], stored.pop(decisions[0].site.split("#")[0], 0))
-            table.add_row(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
+            table.add(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
         return table
 
     def _stored_bytes(self) -> dict[str, int]:
@@ -189,7 +109,9 @@ def explain(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) 
     """What ``torch.compile(model, backend="hot", options=options)`` does to each layer, and why.
 
     Traces one training forward of ``model`` on ``inputs`` through every stage and prints the table.
-    The graphs run uncompiled, so this takes seconds; buffers and the RNG are put back as they were.
+    Graphs pass through every stage but are not lowered: what runs is the model's own code, so this
+    takes seconds, with any operator that Inductor takes. Buffers and the random state are put back
+    as they were.
 
     Args:
         model: an ``nn.Module`` (or function) in training mode.
@@ -199,22 +121,18 @@ def explain(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) 
     Returns:
         An :class:`Explanation`; ``.plan``, ``.held_bytes`` and ``.to_json()`` are for programs.
     """
-    from .backend import hot  # the backend imports this module
-
     reports = Reports()
-    backend = functools.partial(
-        hot, options=options, recorder=reports, inner_compile=run_uncompiled
-    )
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+        own = twin(gm)
+        hot(gm, example_inputs, options=options, recorder=reports, inner_compile=run_uncompiled)
+        return own.forward
+
     with unchanged(model), torch.enable_grad():
         torch.compile(model, backend=backend)(*inputs)
     explanation = Explanation(tuple(reports.graphs))
     print(explanation)
     return explanation
-
-
-def run_uncompiled(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
-    """Stand-in for Inductor's lowering: the finished graph, run node by node."""
-    return make_boxed_func(gm.forward)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
     monitor = hot_compile.Monitor( path="quality.jsonl", budget=0.5)
     step = torch.compile(model, backend="hot", options={"monitor": monitor})
 
-A watched step computes exact gradients, run op by op, and beside them what the layer's own strategy
-would have given. A layer that leaves its budget becomes exact: the graph is compiled once more.
+A watched step is a usual one, after whose backward an exact twin of it runs (``watching``). Told
+are what each layer's own strategy loses, and how far the gradient of every parameter is from exact
+in the step as it ran, stored activations included. What leaves its budget is done more exactly from
+then on: the graph is compiled once more.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -22,16 +25,22 @@ import torch
 from torch import Tensor
 
 from .auto import forget
-from .config import BASELINES, HotConfig, Strategy
+from .config import BASELINES, HotConfig, Memory, Strategy
 from .errors import OptionError
 from .passes.measure import compare, quantised_grad_input, quantised_grad_weight
 from .passes.measure_conv import exact_conv_gradients, quantised_conv_gradients
-from .passes.observe import Layer
+from .passes.observe import Layer, Observer
 from .passes.plan import Decision
 
 log = logging.getLogger("hot_compile")
 
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
+_OWN = frozenset({"g_x", "g_w"})
+_FINER: Mapping[str, Mapping[str, Any]] = {
+    "in 8 bits": {"memory_bits": 8},
+    "exactly": {"memory": Memory.OFF},
+}
+"""Rungs towards exact storage: what is said of each, and the options it changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +57,12 @@ class Quality:
         return math.inf if self.error == 0 else -20 * math.log10(self.error)
 
 
+WHOLE = "weight.grad"
+"""The side of a layer that is its weight's gradient in the step as it ran."""
+
 Qualities = Mapping[str, Mapping[str, Quality]]
-"""{layer: {"g_x" or "g_w": quality}}."""
+"""{layer: {"g_x" or "g_w": of its own strategy alone, "weight.grad": of the whole step}}, and
+{parameter: {"grad": of the whole step}} for what is no layer's weight."""
 
 
 @dataclasses.dataclass
@@ -59,9 +72,12 @@ class Monitor:
     every: int = 100
     """Watch every so many forwards of a graph."""
     budget: float | None = None
-    """Make a layer exact whose g_x or g_w error exceeds this; None: only watch."""
+    """Make a layer exact whose g_x or g_w error exceeds this. If none does, but the whole error of
+    a layer's weight: store its graph's activations in 8 bits, then exactly, then make all layers
+    exact. None: only watch."""
     rotate: int = 4
-    """Measure every so many layers per watched step, all of them in turn; 1: all at once."""
+    """Measure the strategies of every so many layers per watched step, all of them in turn; 1: all
+    at once. Whole errors are measured each time."""
     path: str | Path | None = None
     """File to append a JSON line to per watched step."""
     writer: Any = None
@@ -69,23 +85,49 @@ class Monitor:
     callback: Callable[[int, Qualities], None] | None = None
     """Called with (forwards so far, qualities)."""
     demoted: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Layers that left the budget, with what they measured."""
+    """Layers that left the budget, with what they measured; ``*`` stands for all."""
+    stored: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Layers whose graph stores its activations more exactly because of them, how, and why."""
 
     def __post_init__(self) -> None:
         for name in ("every", "rotate"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError.value(name, value, "a whole number >= 1")
+        self._check_budget()
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise OptionError.value("path", self.path, "a path, or None")
+        if self.writer is not None and not callable(getattr(self.writer, "add_scalar", None)):
+            raise OptionError.value("writer", self.writer, "an object with add_scalar, or None")
+        if self.callback is not None and not callable(self.callback):
+            expected = "a function of (forwards so far, qualities), or None"
+            raise OptionError.value("callback", self.callback, expected)
+        if not isinstance(self.demoted, dict):
+            raise OptionError.value("demoted", self.demoted, "a dict {layer: why}")
 
-    def applied(self, config: HotConfig) -> HotConfig:
-        """The configuration with demoted layers exact."""
+    def _check_budget(self) -> None:
+        number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+        if self.budget is not None and not (number and self.budget > 0):
+            raise OptionError.value("budget", self.budget, "a relative error > 0, or None")
+
+    def applied(self, config: HotConfig, names: Sequence[str | None]) -> HotConfig:
+        """The configuration for the graph of these parameters, after what was found so far."""
+        layers = {_layer_of(name) for name in names if name}
+        for name in self.stored.keys() & layers:
+            rung = _FINER[self.stored[name].split(":")[0]]
+            config = dataclasses.replace(config, **rung)
         exact = tuple((name, Strategy.EXACT) for name in self.demoted)
         return dataclasses.replace(config, override=(*config.override, *exact))
 
-    def tell(self, step: int, found: Qualities) -> bool:
-        """Report what was found; True if it demoted a layer.
+    def tell(self, step: int, found: Qualities, config: HotConfig | None = None) -> bool:
+        """Report what was found; True if it changes how a graph is to be compiled.
 
         A failing sink is logged and dropped: watching must not stop a training run.
+
+        Args:
+            step: forwards so far. found: what was seen since the last call.
+            config: how the graph was compiled, if all its layers' strategies were measured since;
+                None: a whole error is not yet anybody's fault.
         """
         for sink in (self._to_file, self._to_writer, self.callback):
             if sink is None:
@@ -94,12 +136,40 @@ class Monitor:
                 sink(step, found)
             except Exception:
                 log.warning("hot: monitor could not report step %d", step, exc_info=True)
-        left = {name: worst for name, worst in _worst(found).items() if self._over(worst)}
-        new = {name: text for name, text in left.items() if name not in self.demoted}
-        for name, worst in new.items():
-            self.demoted[name] = f"error {worst:.3g} over budget {self.budget:g} at step {step}"
+        if self._demote(step, found):
+            return True
+        return config is not None and self._refine(step, found, config)
+
+    def _demote(self, step: int, found: Qualities) -> bool:
+        """Make layers exact whose own strategy leaves the budget."""
+        own = {
+            name: max((q.error for side, q in sides.items() if side in _OWN), default=0.0)
+            for name, sides in found.items()
+        }
+        left = [name for name, worst in own.items() if self._over(worst)]
+        new = [name for name in left if name not in self.demoted]
+        for name in new:
+            self.demoted[name] = f"error {own[name]:.3g} over budget {self.budget:g} at step {step}"
             log.warning("hot: %s stays exact from now on: %s", name, self.demoted[name])
         return bool(new)
+
+    def _refine(self, step: int, found: Qualities, config: HotConfig) -> bool:
+        """No strategy is to blame: take the next rung towards exact for graphs that are off."""
+        whole = {name: sides[WHOLE].error for name, sides in found.items() if WHOLE in sides}
+        left = {name: error for name, error in whole.items() if self._over(error)}
+        if not left or "*" in self.demoted:
+            return False
+        worst = max(left, key=lambda name: left[name])
+        why = f"whole error of {worst}'s weight {left[worst]:.3g}, its own within "
+        why += f"budget {self.budget:g}, at step {step}"
+        rung = next((text for text, change in _FINER.items() if _changes(config, change)), None)
+        if rung is None:
+            self.demoted["*"] = why
+            log.warning("hot: every layer stays exact from now on: %s", why)
+            return True
+        self.stored.update(dict.fromkeys(left, f"{rung}: {why}"))
+        log.warning("hot: activations of this graph are stored %s from now on: %s", rung, why)
+        return True
 
     def _over(self, error: float) -> bool:
         return self.budget is not None and error > self.budget
@@ -123,12 +193,19 @@ class Monitor:
                 self.writer.add_scalar(f"hot/{side} SNR/{name}", quality.snr, step)
 
 
-def _worst(found: Qualities) -> dict[str, float]:
-    return {name: max(q.error for q in sides.values()) for name, sides in found.items() if sides}
+def _layer_of(parameter: str) -> str:
+    return parameter.removesuffix(".weight")
 
 
-class Gauge:
-    """An observer that measures each layer's own strategy, and reads nothing back before asked.
+def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
+    """The change would store anything more exactly."""
+    if config.memory is Memory.OFF:
+        return False
+    return "memory" in change or config.memory_bits < change["memory_bits"]
+
+
+class Gauge(Observer):
+    """Measures each layer's own strategy, and reads nothing back before asked.
 
     ``rotate``: every so many layers take turns, from one :meth:`read` to the next.
     """
@@ -137,11 +214,13 @@ class Gauge:
         self._rotate = rotate
         self._turn = 0
         self._places: dict[str, int] = {}
+        self._layers: set[str] = set()
         self._pending: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Measure one layer, unless it is exact anyway."""
         d = layer.decision
+        self._layers.add(layer.name)
         if d is None or d.strategy in _UNTOUCHED:
             return
         place = self._places.setdefault(layer.name, len(self._places))
@@ -174,6 +253,17 @@ class Gauge:
     def _keep(self, name: str, side: str, got: Tensor, want: Tensor) -> None:
         self._pending.append((name, side, torch.stack(compare(got, want))))
 
+    def gradient(self, name: str, figures: Tensor) -> None:
+        """Keep one parameter's whole error, under its layer if it is a layer's weight."""
+        layer = _layer_of(name)
+        weight = layer != name and layer in self._layers
+        self._pending.append((layer, WHOLE, figures) if weight else (name, "grad", figures))
+
+    @property
+    def complete(self) -> bool:
+        """Every layer's strategy had its turn."""
+        return self._turn >= min(self._rotate, len(self._places))
+
     def read(self) -> dict[str, dict[str, Quality]]:
         """What the backwards since the last call showed; what is not finite is left out."""
         pending, self._pending = self._pending, []
@@ -196,18 +286,22 @@ class Watched:
         gauge: Gauge,
         monitor: Monitor,
         code: CodeType | None,
+        config: HotConfig | None = None,
     ) -> None:
+        """``config``: how ``usual`` was compiled."""
         self._usual = usual
         self._observed = observed
         self._gauge = gauge
         self._monitor = monitor
         self._code = code
+        self._config = config
         self._calls = 0
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last watched backward showed is read here."""
         found = self._gauge.read()
-        if found and self._monitor.tell(self._calls, found):
+        config = self._config if self._gauge.complete else None
+        if found and self._monitor.tell(self._calls, found, config):
             forget(self._code)
         self._calls += 1
         watched = self._calls % self._monitor.every == 0

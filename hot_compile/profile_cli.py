@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from .errors import ProfileFormatError
 from .passes.profile import LayerProfile, Profile
+from .tables import PlainTable
 
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)
 _SIDES = ("grad_input", "grad_weight")
@@ -41,7 +40,7 @@ def diff(
     before: Annotated[Path, typer.Argument(help="a profile")],
     after: Annotated[Path, typer.Argument(help="another one")],
     threshold: Annotated[
-        float, typer.Option(help="show figures that changed by this factor")
+        float, typer.Option(min=1, help="show figures that changed by this factor")
     ] = 1.1,
 ) -> None:
     """Layers that only one of two profiles has, and figures that differ. Exit code 1 if any."""
@@ -49,7 +48,7 @@ def diff(
     table = _table(f"{before} to {after}", "layer", "figure", "before", "after", "change")
     for name in sorted({*old.layers, *new.layers}):
         for row in _changes(old.layers.get(name), new.layers.get(name), threshold):
-            table.add_row(name, *row)
+            table.add(name, *row)
     console = _console()
     if not table.row_count:
         console.print(f"no figure differs by a factor of {threshold:g} or more")
@@ -66,21 +65,19 @@ def _load(path: Path) -> Profile:
 
 
 def _console() -> Console:
-    return Console(width=None if Console().is_terminal else 160)
+    """Text as it is: names and paths are no markup."""
+    return Console(width=None if Console().is_terminal else 160, markup=False)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
+def _table(title: str, *columns: str) -> PlainTable:
+    return PlainTable(title, *columns, right=set(columns[1:]))
 
 
 def _variants(profile: Profile, side: str) -> list[str]:
     return sorted({name for layer in profile.layers.values() for name in getattr(layer, side)})
 
 
-def _errors_table(profile: Profile) -> Table:
+def _errors_table(profile: Profile) -> PlainTable:
     """Relative errors: g_x by width and granule, g_w by strategy."""
     columns = [(side, name) for side in _SIDES for name in _variants(profile, side)]
     short = {"grad_input": "g_x", "grad_weight": "g_w"}
@@ -89,11 +86,11 @@ def _errors_table(profile: Profile) -> Table:
     for name, layer in profile.layers.items():
         measures = [getattr(layer, side).get(variant) for side, variant in columns]
         errors = ["" if m is None else f"{m.error:.3g}" for m in measures]
-        table.add_row(name, f"{layer.rows} x {layer.outputs} x {layer.inputs}", *errors)
+        table.add(name, f"{layer.rows} x {layer.outputs} x {layer.inputs}", *errors)
     return table
 
 
-def _outliers_table(profile: Profile) -> Table:
+def _outliers_table(profile: Profile) -> PlainTable:
     """Per operand: peaks of rows and columns, kurtosis; g_y's per-token and per-tensor error."""
     operands = ("x", "weight", "grad_output")
     headers = [
@@ -107,14 +104,14 @@ def _outliers_table(profile: Profile) -> Table:
             figures = (s.row_peak, s.column_peak, s.kurtosis, s.hla_energy) if s else (None,) * 4
             cells += ["" if figure is None else f"{figure:.3g}" for figure in figures]
         errors = (layer.token_error, layer.tensor_error)
-        table.add_row(name, *cells, *("" if e is None else f"{e:.3g}" for e in errors))
+        table.add(name, *cells, *("" if e is None else f"{e:.3g}" for e in errors))
     return table
 
 
-def _layer_table(name: str, layer: LayerProfile) -> Table:
+def _layer_table(name: str, layer: LayerProfile) -> PlainTable:
     table = _table(name, "figure", "value")
     for key, value in _figures(layer):
-        table.add_row(key, str(value))
+        table.add(key, str(value))
     return table
 
 

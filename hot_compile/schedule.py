@@ -62,7 +62,7 @@ class Scheduled:
 
     def __call__(self, *args: Any) -> Any:
         """One forward at the clock's step."""
-        return self._compiled[bits_at(self._phases, CLOCK.step)](*args)
+        return self._compiled[current_bits(self._phases)](*args)
 
 
 def bits_at(phases: Sequence[Phase], step: int) -> int:
@@ -71,6 +71,11 @@ def bits_at(phases: Sequence[Phase], step: int) -> int:
         if phase.until_step is None or step < phase.until_step:
             return phase.gx_bits
     return phases[-1].gx_bits
+
+
+def current_bits(phases: Sequence[Phase]) -> int:
+    """g_x bits of the phase that training is in now."""
+    return bits_at(phases, CLOCK.step)
 
 
 def set_step(step: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backend import hot
-from .inspect import GraphReport, Reports, run_uncompiled
+from .record import GraphReport, Reports, run_uncompiled
 
 
 def cosine(got: Tensor, want: Tensor) -> float:

@@ -56,7 +56,7 @@ def shape_of(
     """The numbers of one Site's convolution; symbolic sizes as traced."""
     batch = hint(conv.batch)
     small = rows * (inputs if conv.transposed else outputs)
-    big = batch * conv.big_channels * math.prod(map(hint, conv.big_size))
+    big = batch * math.prod(map(hint, (conv.big_channels, *conv.big_size)))
     plain = (1,) * len(conv.kernel)
     waste, tiled = (_waste(conv, tile) for tile in (plain, tile_shape(len(conv.kernel))))
     return ConvShape(rows, outputs, inputs, element, rank, big, small, waste, tiled)
@@ -175,5 +175,6 @@ def conv_saved_bytes(strategy: Strategy, conv: Convolution, im2col: bool = False
 
 def at(expression: sympy.Expr, shape: ConvShape) -> float:
     """The value of ``expression`` for one convolution."""
-    numbers = dataclasses.astuple(shape)
+    # not astuple, which copies what it finds and cannot copy a symbolic size
+    numbers = [getattr(shape, field.name) for field in dataclasses.fields(shape)]
     return float(_number(sympy.sympify(expression))(*numbers))  # type: ignore[operator]

@@ -47,7 +47,8 @@ class GraphInputs:
     """What the backend knows of the graph's placeholders before tracing.
 
     ``parameters``: for each position of Dynamo's graph, the parameter's or buffer's dotted name, or
-    None for a user input. Empty when unknown; weights are then recognised by shape and position.
+    None for a user input; all None where the graph has no parameter. Empty only when unknown (a
+    graph without Dynamo's record): weights are then recognised by shape and position.
     """
 
     parameters: tuple[str | None, ...] = ()

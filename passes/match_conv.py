@@ -74,7 +74,7 @@ def _refusal(backward: fx.Node, forward: fx.Node | None, groups: Any) -> str | N
         return "not paired with a forward convolution"
     sizes = (*value_of(x).shape[1:], *value_of(grad_output).shape[1:])
     if not all(isinstance(size, int) for size in sizes):
-        return "its spatial sizes are symbolic"
+        return "its channels or spatial sizes are symbolic"
     return None
 
 

@@ -1,24 +1,31 @@
 """Joint graph -> the same graph, exact, with every layer's operands shown to an observer.
 
-The two backward products of a layer become one call that computes them exactly as before and hands
-x, W and g_y on; so does a convolution's backward. Such graphs are run node by node (they hold
-Python objects), never lowered.
+The backward products stay what they are. Before them goes one operator, ``hot::observe``, that
+looks at x, W and g_y, and that no compiler may remove because it says that it writes to something.
+So observed graphs are compiled like any other. The operator finds whom to tell by a number: graphs
+hold no Python objects.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, fx
 
-from hot_compile.passes.emit import describe
+import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds an operator to)
+from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
 from hot_compile.passes.plan import Decision, batch_problem
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes, hint
+
+log = logging.getLogger("hot_compile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,65 +49,114 @@ class Layer:
         return self.site is not None and self.site.conv is not None
 
 
-Observer = Callable[[Layer, Tensor, "Tensor | None", "Tensor | None"], None]
-"""Called in each backward with (layer, g_y [L, O], W [O, I] or None, x [L, I] or None); None where
-the layer's backward has no use for the operand. Of a convolution (``layer.convolves``) all three
-come, in their own shapes. It must not keep or change them.
-"""
+class Observer:
+    """Shown every layer's operands in a backward, and what became of the gradients.
+
+    What is raised here stops no training: the graph is not observed any more, with one warning.
+    """
+
+    problem: str | None = None
+    """Why it is shown nothing more of some graph."""
+
+    def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
+        """Look at g_y [L, O], W [O, I] and x [L, I]; None where the backward has no use for it.
+
+        Of a convolution (``layer.convolves``) all three come, in their own shapes. None of them may
+        be kept or changed.
+        """
+
+    def gradient(self, name: str, figures: Tensor) -> None:
+        """Take (error, cosine) of a parameter's gradient as the step has it, against exact.
+
+        ``figures``: [2], on the device; not finite where nothing can be said.
+        """
+
+    def failed(self, what: str, error: object) -> None:
+        """Say once that ``what`` went wrong; training goes on as it would without observing."""
+        if self.problem is None:
+            self.problem = f"{what}: {type(error).__name__}: {error}"
+            log.warning("hot: not observed any more, training goes on as usual: %s", self.problem)
+
+
+class Observation:
+    """One observed graph: its layers, and who is shown them while this object lives."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._layers: list[tuple[Layer, bool]] = []
+        self.number = next(_NUMBERS)
+        _LIVE[self.number] = self
+
+    def add(self, layer: Layer, weight_is_io: bool) -> int:
+        """The layer's place, by which :meth:`show` knows it."""
+        self._layers.append((layer, weight_is_io))
+        return len(self._layers) - 1
+
+    def show(self, place: int, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
+        """Hand one layer's operands on; never raises."""
+        layer, weight_is_io = self._layers[place]
+        if self._observer.problem is not None:
+            return
+        if weight is not None and weight_is_io:
+            weight = weight.t()
+        try:
+            with torch.no_grad():
+                self._observer(layer, g, weight, x)
+        except Exception as error:
+            self._observer.failed(f"layer {layer.name!r} could not be measured", error)
+
+
+_NUMBERS = itertools.count()
+_LIVE: WeakValueDictionary[int, Observation] = WeakValueDictionary()
+"""By number, because that is all a graph can hold; an entry lives as long as the compiled graph."""
+
+
+def _observe(
+    seen: Tensor, g: Tensor, weight: Tensor | None, x: Tensor | None, number: int, place: int
+) -> None:
+    observation = _LIVE.get(number)
+    if observation is not None:
+        observation.show(place, g, weight, x)
+
+
+_LIBRARY = torch.library.Library("hot", "FRAGMENT")
+_LIBRARY.define(
+    "observe(Tensor(a!) seen, Tensor grad_output, Tensor? weight, Tensor? x, int observation,"
+    " int place) -> ()"
+)
+_LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")
+torch.library.register_fake("hot::observe", lambda *_: None, lib=_LIBRARY)
 
 
 def observe(
-    graph: fx.Graph, sites: Sequence[Site], observer: Observer, plan: Iterable[Decision] = ()
+    graph: fx.Graph,
+    sites: Sequence[Site],
+    observation: Observation,
+    plan: Iterable[Decision] = (),
 ) -> None:
-    """Route the backward products of every understood Site through ``observer``, in place."""
+    """Show the operands of every understood Site's backward to ``observation``, in place."""
     decisions = {decision.site: decision for decision in plan}
     for site in sites:
-        layer = _layer(site, decisions.get(site.name))
-        if isinstance(site.nodes, SiteNodes):
-            _route(graph, site, site.nodes, layer, observer)
-        elif isinstance(site.nodes, ConvNodes):
-            _route_convolution(graph, site.nodes, layer, observer)
-    graph.eliminate_dead_code()
+        if site.nodes is None:
+            continue
+        weight_is_io = isinstance(site.nodes, SiteNodes) and site.nodes.weight_is_io
+        place = observation.add(_layer(site, decisions.get(site.name)), weight_is_io)
+        before, operands = _operands(site.nodes)
+        emit = Emitter(graph, before, before)
+        seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=site.device)
+        emit(torch.ops.hot.observe.default, seen, *operands, observation.number, place)
     graph.lint()
 
 
-class _Products:
-    """The call a layer's backward products become: (g_y, W, x) -> (g_x, g_w), None if absent."""
-
-    __name__ = "observed_products"
-    __module__ = __name__
-
-    def __init__(self, layer: Layer, observer: Observer, nodes: SiteNodes) -> None:
-        self._layer = layer
-        self._observer = observer
-        self._weight_is_io = nodes.weight_is_io
-        self._grad_weight_is_io = nodes.grad_weight_is_io
-
-    def __call__(
-        self, g: Tensor, weight: Tensor | None, x: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if weight is not None and self._weight_is_io:
-            weight = weight.t()
-        self._observer(self._layer, g, weight, x)
-        grad_weight = None
-        if x is not None:
-            grad_weight = x.t() @ g if self._grad_weight_is_io else g.t() @ x
-        return None if weight is None else g @ weight, grad_weight
-
-
-class _Convolution:
-    """The call a ``convolution_backward`` becomes: the same results of the same arguments."""
-
-    __name__ = "observed_convolution"
-    __module__ = __name__
-
-    def __init__(self, layer: Layer, observer: Observer) -> None:
-        self._layer = layer
-        self._observer = observer
-
-    def __call__(self, g: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Any, ...]:
-        self._observer(self._layer, g, weight, x)
-        return aten.convolution_backward.default(g, x, weight, *settings)
+def _operands(nodes: SiteNodes | ConvNodes) -> tuple[fx.Node, tuple[Any, ...]]:
+    """(the first product, (g_y, W or None, x or None))."""
+    if isinstance(nodes, ConvNodes):
+        g, x, weight, *_ = nodes.backward.args
+        return nodes.backward, (g, weight, x)
+    first = min(node for node in (nodes.grad_input, nodes.grad_weight) if node is not None)
+    weight = nodes.weight if nodes.grad_input is not None else None
+    x = nodes.x if nodes.grad_weight is not None else None
+    return first, (nodes.grad_output, weight, x)
 
 
 def _layer(site: Site, decision: Decision | None) -> Layer:
@@ -114,30 +170,3 @@ def _layer(site: Site, decision: Decision | None) -> Layer:
         decision=decision,
         site=site,
     )
-
-
-def _route_convolution(graph: fx.Graph, nodes: ConvNodes, layer: Layer, observer: Observer) -> None:
-    old = nodes.backward
-    with graph.inserting_before(old):
-        call = graph.call_function(_Convolution(layer, observer), old.args)
-    call.meta = {**describe(old), "val": old.meta["val"]}
-    old.replace_all_uses_with(call)
-
-
-def _route(graph: fx.Graph, site: Site, nodes: SiteNodes, layer: Layer, observer: Observer) -> None:
-    products = (nodes.grad_input, nodes.grad_weight)
-    first = min(node for node in products if node is not None)
-    weight = nodes.weight if nodes.grad_input is not None else None
-    x = nodes.x if nodes.grad_weight is not None else None
-    with graph.inserting_before(first):
-        operands = (nodes.grad_output, weight, x)
-        call = graph.call_function(_Products(layer, observer, nodes), operands)
-    call.meta = describe(first)
-    call.meta["val"] = tuple(None if node is None else node.meta["val"] for node in products)
-    for index, old in enumerate(products):
-        if old is None:
-            continue
-        with graph.inserting_after(call):
-            part = graph.call_function(operator.getitem, (call, index))
-        part.meta = {**describe(old), "val": old.meta["val"]}
-        old.replace_all_uses_with(part)

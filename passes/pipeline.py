@@ -16,12 +16,13 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
-from hot_compile.errors import HotError
+from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
-from hot_compile.passes.observe import Observer, observe
+from hot_compile.passes.observe import Observation, observe
 from hot_compile.passes.patches import patches_as_products
 from hot_compile.passes.plan import Plan, Pricing, plan
 from hot_compile.passes.pools import gather_pool_gradients
@@ -34,8 +35,13 @@ from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.crossers import Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.store import store
+from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
 
 log = logging.getLogger("hot_compile")
+
+_TWIN_BUDGET = 0.3
+"""Share of its activations that an observed graph keeps; the rest it computes again. About what
+compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
 
 
 class Recorder(Protocol):
@@ -60,8 +66,10 @@ class Context:
     """Digest of everything outside the graph that changes the code, for Inductor's cache key."""
     profile: Profile | None = None
     """What calibration measured of this model."""
-    observer: Observer | None = None
+    observation: Observation | None = None
     """Shown every layer's operands in each backward; the graph is then left exact."""
+    asked: HotConfig | None = None
+    """The user's own options, if ``config`` has more: warnings are about these."""
 
 
 @cache
@@ -97,10 +105,12 @@ class JointPass(CustomGraphPass):
             if not sites:
                 return
             chosen = plan(sites, context.config, context.pricing, context.profile)
-            if context.observer is not None:
-                observe(graph, sites, context.observer, chosen)
+            asked = context.asked or context.config
+            tell((*idle_globs(sites, asked), *idle_overrides(sites, asked, chosen)))
+            if context.observation is not None:
+                observe(graph, sites, context.observation, chosen)
                 return
-        except HotError:  # the user's mistake, e.g. a profile of another model
+        except (HotError, OptionWarning):  # the user's mistake, e.g. a profile of another model
             raise
         except Exception:
             log.warning(
@@ -137,6 +147,8 @@ class Partitioner(CustomPartitionerFn):
         try:
             mark_channels_last(forward)
             kept = self._compress(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        except OptionWarning:  # the user's filter makes errors of warnings
+            raise
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
             forward, backward = self._split(gm, joint_inputs, kwargs)  # the graphs half changed
@@ -153,6 +165,8 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition: Callable = self._inner or min_cut_rematerialization_partition
+        if self._context.observation is not None:
+            _keep_random_draws(gm.graph)
         with self._recomputation():
             forward, backward = partition(gm, joint_inputs, **kwargs)
         shorten(backward.graph)
@@ -169,15 +183,23 @@ class Partitioner(CustomPartitionerFn):
             judge = Judge(forward, backward, inputs, config.memory_min_bytes)
         found = crossers(forward, backward, num_fwd_outputs, judge)
         chosen = plan_storage(found, config) if stores else {}
-        return crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        kept = crossing(found, store(forward, backward, num_fwd_outputs, chosen))
+        if stores:
+            tell(unmet_budget(found, chosen, kept, config))
+        return kept
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
 
         Inductor bans that by default, because an exact product reads such an x from memory anyway;
-        but what is stored compressed is restored by a pointwise kernel in any case.
+        but what is stored compressed is restored by a pointwise kernel in any case. An observed
+        graph, which stores nothing compressed, recomputes what it takes to hold no more than that.
         """
         plan, config = self._joint.plan, self._context.config
+        if self._context.observation is not None:
+            return functorch_config.patch(
+                ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
+            )
         changed = plan is not None and (plan.rewritten or config.memory is not Memory.OFF)
         if not changed or not config.recompute:
             return contextlib.nullcontext()
@@ -186,6 +208,14 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Key for Inductor's caches."""
         return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
+
+
+def _keep_random_draws(graph: fx.Graph) -> None:
+    """A backward that drew again would draw something else; Inductor's seeds are a few bytes."""
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _uuid(identity: str, others: Sequence[Any]) -> Any:

@@ -14,7 +14,9 @@ from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.errors import ProfileFormatError, ProfileMismatchError
 from hot_compile.passes.site import Site, hint
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+_READ = (1, 2)
+"""Version 1 had no ``gradients``."""
 _FORMAT = "hot-compile profile"
 _LISTED = 20
 """An error about a profile of another model names this many layers."""
@@ -80,6 +82,10 @@ class Profile:
     """Versions and device it was measured with; not part of the content."""
     graphs: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """How often option ``lqs="auto"`` observed each graph, by digest; not part of the content."""
+    gradients: Mapping[str, Measure] = dataclasses.field(default_factory=dict)
+    """By parameter: its gradient as the whole step had it when this was measured, rewritten layers
+    and compressed activations together, against exact. No choice is made by it: not part of the
+    content."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -91,6 +97,7 @@ class Profile:
             "graphs": dict(sorted(self.graphs.items())),
             "rank": self.rank,
             "layers": layers,
+            "gradients": {k: dataclasses.asdict(v) for k, v in sorted(self.gradients.items())},
         }
 
     @classmethod
@@ -104,16 +111,18 @@ class Profile:
             raise ProfileFormatError(
                 "got JSON that is no profile; expected what Profile.save wrote."
             )
-        if data.get("version") != PROFILE_VERSION:
+        if data.get("version") not in _READ:
             raise ProfileFormatError(
-                f"got a profile of version {data.get('version')!r}; this hot-compile reads version "
-                f"{PROFILE_VERSION}. Make it again with hot_compile.calibrate(...)."
+                f"got a profile of version {data.get('version')!r}; this hot-compile reads "
+                f"{_READ}. Make it again with hot_compile.calibrate(...)."
             )
         try:
             layers = {name: _layer(entry) for name, entry in data["layers"].items()}
-            graphs = {digest: int(looks) for digest, looks in data.get("graphs", {}).items()}
-            return cls(int(data["rank"]), layers, dict(data.get("environment", {})), graphs)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            graphs = {digest: _whole(digest, n) for digest, n in data.get("graphs", {}).items()}
+            whole = {k: _numbers(Measure, v) for k, v in data.get("gradients", {}).items()}
+            rank = _whole("rank", data["rank"])
+            return cls(rank, layers, dict(data.get("environment", {})), graphs, whole)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ProfileFormatError(
                 f"got a profile whose entries do not fit ({error!r}); expected what Profile.save "
                 "wrote. Make it again with hot_compile.calibrate(...)."
@@ -136,23 +145,27 @@ class Profile:
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except ProfileFormatError as error:
+            raise ProfileFormatError(f"{path}: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or too deep
             raise ProfileFormatError(
                 f"got profile={str(path)!r}, which cannot be read ({error}); expected a JSON file "
                 "made by hot_compile.calibrate(...).save(path)."
             ) from error
-        except ProfileFormatError as error:
-            raise ProfileFormatError(f"{path}: {error}") from error
 
     def content_hash(self) -> str:
         """Hex digest of what was measured, for cache keys."""
-        content = {**self.to_json(), "environment": None, "graphs": None}
+        content = {"rank": self.rank, "layers": self.to_json()["layers"]}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def merged(self, other: Profile) -> Profile:
-        """This profile with the layers of ``other`` added or replaced."""
-        graphs = {**self.graphs, **other.graphs}
-        return dataclasses.replace(self, layers={**self.layers, **other.layers}, graphs=graphs)
+        """This profile with what ``other`` measured added or replaced."""
+        return dataclasses.replace(
+            self,
+            layers={**self.layers, **other.layers},
+            graphs={**self.graphs, **other.graphs},
+            gradients={**self.gradients, **other.gradients},
+        )
 
     def of_graph(self, digest: str, looks: int) -> Profile:
         """The same, marked as made by observing this graph for the ``looks``-th time."""
@@ -213,6 +226,12 @@ def _number(value: Any) -> float:
     return value
 
 
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {value!r}, no whole number >= 0")
+    return value
+
+
 def _numbers(kind: Any, entry: Any) -> Any:
     return kind(**{name: _number(value) for name, value in entry.items()})
 
@@ -224,8 +243,7 @@ def _layer(entry: dict[str, Any]) -> LayerProfile:
         "stats": {k: _numbers(TensorStats, v) for k, v in entry["stats"].items()},
     }
     for name in ("outputs", "inputs", "rows", "batches"):
-        if not isinstance(entry[name], int) or entry[name] < 0:
-            raise ValueError(f"{name} is {entry[name]!r}")
+        _whole(name, entry[name])
     for name in ("token_error", "tensor_error"):
         if entry[name] is not None:
             _number(entry[name])

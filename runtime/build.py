@@ -48,7 +48,13 @@ def cache_dir() -> Path:
 def find_compiler() -> tuple[str, ...]:
     """Command of the C++ compiler: ``$CXX``, or g++, clang++, c++. Raises BuildError."""
     wanted = os.environ.get("CXX")
-    command = tuple(shlex.split(wanted)) if wanted else ()
+    try:
+        command = tuple(shlex.split(wanted)) if wanted else ()
+    except ValueError as error:  # quotes that nothing closes
+        raise BuildError(
+            f"got CXX={wanted!r}, which is no command ({error}); expected a compiler and its "
+            "flags, quoted as in a shell. Set CXX to one, or unset it."
+        ) from error
     if command and shutil.which(command[0]):
         return command
     if command:
@@ -68,8 +74,15 @@ def find_compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _compiler_version(command: tuple[str, ...]) -> str:
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    return done.stdout or done.stderr
+    """What it says of itself; it may say nothing. Raises BuildError if it cannot be run."""
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(
+            f"could not run {shlex.join(command)} ({error}); expected a compiler. Set CXX (of "
+            "CUDA: CUDA_HOME) to one that runs here."
+        ) from error
+    return done.stdout or done.stderr or "of no known version"
 
 
 def library_path(extension: Extension, compiler: tuple[str, ...]) -> Path:
@@ -165,7 +178,7 @@ def build(extension: Extension) -> Path:
 
 
 def _build_into(extension: Extension, compiler: tuple[str, ...], target: Path) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     console.print(f"hot_compile: building {extension.name} with {' '.join(compiler)}, once ...")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=f"{extension.name}-build-") as folder:

@@ -149,7 +149,7 @@ def conv_grad_weight(
     wide = big_scale * 4.0 if rank else big_scale
     out = product * small_scale[:, None, None] * wide
     if big_zero is not None:
-        ones = unfold(torch.ones_like(big[:1]), sources, rank, narrow=False)[0]
+        ones = unfold(big.new_ones(1, big.shape[1]), sources, rank, narrow=False)[0]
         total = (left @ ones.double().t()).float() * small_scale.unsqueeze(1)  # [S, kk]
         total = total * 0.25 if rank else total
         out = out + total.unsqueeze(2) * big_zero
@@ -185,8 +185,8 @@ def conv_grad_input(
     ).to(rows.device)
     product = (rows[:length].double() @ weight.double().t()).float()
     product = product * row_scale.unsqueeze(1) * weight_scale
-    parts = product.reshape(length, kk, -1).permute(1, 0, 2)  # [kk, L, C]
+    parts = product.reshape(length, kk, len(weight) // kk).permute(1, 0, 2)  # [kk, L, C]
     out = product.new_zeros(batch * math.prod(big_size) + 1, parts.shape[2])
     for at, part in zip(sources.flatten(1), parts, strict=True):
         out.index_add_(0, torch.where(at < 0, len(out) - 1, at), part)
-    return out[:-1].reshape(batch, *big_size, -1).to(out_dtype)
+    return out[:-1].reshape(batch, *big_size, out.shape[1]).to(out_dtype)

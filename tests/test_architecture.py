@@ -23,9 +23,12 @@ def modules():
 
 
 def imports(name, path):
-    """Absolute names of our modules that this one imports at its top level."""
+    """Absolute names of our modules that this one imports, inside functions too.
+
+    What only a type checker imports is left out.
+    """
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.parse(path.read_text()).body:
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -33,6 +36,15 @@ def imports(name, path):
             module = ".".join(part for part in (base, node.module) if part)
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def statements(node):
+    """Every node below this one but the bodies of ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from statements(child)
 
 
 def layer(name):
@@ -51,6 +63,14 @@ def test_imports_go_one_way(name, path):
     for imported in imports(name, path):
         if imported in known and imported != "hot_compile":
             assert layer(imported) <= layer(name), f"{name} imports {imported}"
+
+
+def test_no_file_imports_itself_in_a_circle():
+    known = {module for module, _ in modules()} - set(PACKAGES.values())
+    needs = {name: set(imports(name, path)) & known - {name} for name, path in modules()}
+    while free := {name for name, others in needs.items() if not others & needs.keys()}:
+        needs = {name: others for name, others in needs.items() if name not in free}
+    assert not needs, f"each of these imports another of them: {sorted(needs)}"
 
 
 def sources():

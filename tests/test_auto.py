@@ -272,7 +272,7 @@ def test_forwards_without_backward_do_not_stall_it(tmp_path):
 
 
 def test_lowered_by_inductor_as_in_a_users_run(tmp_path):
-    """Observed steps are exact; before and after, the code is Inductor's."""
+    """Whatever is observed, what trains is Inductor's code."""
     path = tmp_path / "p.json"
     script = f"""
 import sys, torch
@@ -300,7 +300,7 @@ print(counters["stats"]["unique_graphs"])
 
     norms, graphs = run()
     assert graphs == 2  # once to observe, once for good
-    assert norms[1] != norms[0]
-    assert norms[1] == pytest.approx(norms[0], rel=0.05)
-    assert norms[3] == norms[4]
+    assert norms[1] == norms[0]  # an observed step is a usual one
+    assert norms[4] != norms[0]
+    assert norms[4] == pytest.approx(norms[0], rel=0.05)
     assert run() == ([norms[4]] * 5, 1)

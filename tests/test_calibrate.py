@@ -15,8 +15,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hot_compile
-from hot_compile import calibrate
+from hot_compile import calibrate, calibration
 from hot_compile.cli import app
+from hot_compile.collector import Collector
 from hot_compile.config import Strategy
 from hot_compile.errors import CalibrationError, ProfileFormatError, ProfileMismatchError
 from hot_compile.inspect import explain
@@ -91,6 +92,53 @@ def test_measured_errors_are_those_of_the_rewritten_step():
         error = float((got - exact).norm() / exact.norm())
         assert error == pytest.approx(measured.error, rel=0.02)
         assert cosine(got, exact) == pytest.approx(measured.cosine, abs=1e-3)
+
+
+def test_the_whole_steps_gradients_are_compared(profile):
+    """Of every parameter, rewritten layers and stored activations together."""
+    assert profile.gradients.keys() == {name for name, _ in Net().named_parameters()}
+    real = {name: m for name, m in profile.gradients.items() if name != "fc1.bias"}  # normalised
+    assert all(m.cosine > 0.98 and m.error < 0.2 for m in real.values())
+
+
+def test_an_operator_that_inductor_decomposes():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    whole, x = Eye(model), torch.randn(64, 64)
+    found = calibrate(whole, [x], lambda m, b: m(b), progress=False)
+    assert found.layers.keys() == {"net.0", "net.2"}
+    assert len(explain(whole, x).graphs) == 1
+
+
+class Eye(nn.Module):
+    """A loss of the model's own with ``torch.eye``, whose decomposition only Inductor lowers."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        y = self.net(x)
+        return (y.T @ y - torch.eye(64)).square().mean()
+
+
+def test_what_cannot_be_observed_is_refused(monkeypatch):
+    monkeypatch.setattr(calibration, "pricing", lambda device: "no runtime for cpu: no compiler")
+    with pytest.raises(CalibrationError, match="no compiler"):
+        calibrate(Net(), batches(1), loss_of, progress=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(Collector, "_measure", lambda *_: 1 / 0)
+    with pytest.raises(CalibrationError, match=r"could not be observed .*ZeroDivisionError"):
+        calibrate(Net(), batches(1), loss_of, progress=False)
+
+
+def test_profiles_of_version_1_are_read(profile):
+    data = profile.to_json()
+    del data["gradients"]
+    data["version"] = 1
+    old = Profile.from_json(data)
+    assert old.layers == profile.layers
+    assert not old.gradients
+    assert old.content_hash() == profile.content_hash()
 
 
 def test_statistics_see_outliers():

@@ -137,15 +137,18 @@ def test_nothing_is_changed():
     assert torch.equal(states, torch.get_rng_state())
 
 
-def test_gradients_of_an_observed_step_are_exact():
-    model, (batch,) = ResNet(), batches(1)
-    other = copy.deepcopy(model)
-    loss_of(other, batch).backward()
-    options = {"lqs": "auto", "lqs_warm_up": 0, "lqs_batches": 1, "lqs_rechecks": 0}
-    step = torch.compile(model, backend="hot", options={**ALWAYS, **options})
-    loss_of(step, batch).backward()
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+def test_gradients_of_an_observed_step_are_the_usual_ones(tmp_path):
+    """Looking changes nothing, batch norm's statistics included."""
+    models = ResNet(), ResNet()
+    looks = {"lqs": "auto", "lqs_warm_up": 0, "lqs_rechecks": 0, "profile": tmp_path / "p.json"}
+    for model, options in zip(models, ({}, looks), strict=True):
+        torch._dynamo.reset()
+        step = torch.compile(model, backend="hot", options={**ALWAYS, **options})
+        loss_of(step, batches(1)[0]).backward()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    for mine, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_backend_chooses_by_the_profile(profile, tmp_path):
@@ -205,7 +208,9 @@ def test_the_monitor_watches_convolutions():
     for batch in batches(3):
         loss_of(step, batch).backward()
     found = seen[1]
-    assert set(found) == CONVS - {"stem"}
-    for sides in found.values():
-        assert set(sides) == {"g_x", "g_w"}
-        assert all(0 < quality.error < 0.3 for quality in sides.values())
+    others = {"depthwise.weight", "depthwise.bias", "block1.norm1.weight"}
+    assert found.keys() >= CONVS | {"head"} | others
+    assert {name for name, sides in found.items() if "g_w" in sides} == CONVS - {"stem"}
+    for name in CONVS - {"stem"}:
+        assert set(found[name]) == {"g_x", "g_w", "weight.grad"}
+        assert all(0 < quality.error < 0.3 for quality in found[name].values())

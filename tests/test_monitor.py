@@ -5,14 +5,17 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hot_compile
+from hot_compile import backend, watching
 from hot_compile.backend import hot
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.monitor import Gauge, Quality, Watched
 from hot_compile.testing import cosine, hot_step
+from hot_compile.watching import twin
 
 ALWAYS = {"min_gain": 0, "keep_head": False}
 
@@ -53,8 +56,9 @@ def test_reports_the_layers_own_strategy_every_n_steps(tmp_path):
         model.zero_grad()
         step(x).square().mean().backward()
     assert sorted(seen) == [3, 6]
-    assert set(seen[3]) == {"0", "2"}
-    assert set(seen[3]["2"]) == {"g_x", "g_w"}
+    assert set(seen[3]) == {"0", "2", "0.bias", "2.bias"}
+    assert set(seen[3]["2"]) == {"g_x", "g_w", "weight.grad"}
+    assert set(seen[3]["0.bias"]) == {"grad"}
     assert seen[3]["2"]["g_x"].snr > 30
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6]
@@ -122,9 +126,11 @@ def test_layers_take_turns(rotate):
     step = compiled(model, hot_compile.Monitor(every=1, rotate=rotate, callback=seen.__setitem__))
     for _ in range(5):
         step(x).square().mean().backward()
-    assert [len(seen[n]) for n in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    assert seen[1].keys() | seen[2].keys() == {"0", "2"}
-    assert seen[1].keys() == seen[3].keys()
+    own = {n: {layer for layer, sides in seen[n].items() if "g_w" in sides} for n in (1, 2, 3, 4)}
+    assert [len(layers) for layers in own.values()] == [1, 1, 1, 1]
+    assert own[1] | own[2] == {"0", "2"}
+    assert own[1] == own[3]
+    assert all("weight.grad" in seen[n][layer] for n in seen for layer in ("0", "2"))
 
 
 def test_only_one_forward_in_n_is_observed():
@@ -164,3 +170,144 @@ def test_bad_monitors_are_refused(every):
             hot_compile.Monitor(**{name: every})
     with pytest.raises(OptionError, match="Monitor"):
         hot(torch.fx.symbolic_trace(net()), [], options={"monitor": every})
+
+
+def whole(found):
+    """{layer or parameter: its gradient's quality in the whole step}."""
+    return {n: q for n, sides in found.items() for side, q in sides.items() if side in WHOLE_SIDES}
+
+
+WHOLE_SIDES = ("weight.grad", "grad")
+
+
+def outlier_net():
+    """Offsets of a few channels, undone in the next layer: 4 bits lose the ordinary channels."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    with torch.no_grad():
+        model[0].bias[5::128] = 100.0
+        model[2].weight[:, 5::128] /= 100.0
+    return model
+
+
+def test_the_error_of_stored_activations_is_seen():
+    seen, model, x = {}, outlier_net(), torch.randn(512, 256)
+    target, options = torch.randn(512, 256), {"memory_bits": 4}
+    loss_of = lambda step: (step(x) * target).mean()  # noqa: E731
+    step = compiled(model, hot_compile.Monitor(1, callback=seen.__setitem__), **options)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(step).backward()
+    got = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss_of(model).backward()
+    found = whole(seen[1])
+    for name, parameter in model.named_parameters():
+        quality = found[name.removesuffix(".weight")]
+        assert quality.cosine == pytest.approx(cosine(got[name], parameter.grad), abs=2e-3)
+
+
+def test_storage_is_blamed_where_no_layer_is():
+    monitor, model, x = hot_compile.Monitor(2, 0.3, 1), outlier_net(), torch.randn(512, 256)
+    target, reports = torch.randn(512, 256), Reports()
+    step = compiled(model, monitor, reports, memory_bits=4)
+    for _ in range(8):
+        (step(x) * target).mean().backward()
+    assert not monitor.demoted
+    assert "whole error" in monitor.stored["0"]
+    last = {c.scheme for c in reports.graphs[-1].crossing}
+    assert last.isdisjoint({"int4"})
+
+
+class Busy(nn.Module):
+    """All that a second run could disturb: batch norm, dropout, an input changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Linear(96, 64)
+        self.register_buffer("count", torch.zeros(64))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.fc2(F.dropout(self.norm(self.fc1(x)).relu(), 0.3)) + self.count
+
+
+def test_watching_changes_no_step_and_the_twin_repeats_it():
+    """Everything exact: the twin's gradients are the step's, and training is that of no monitor."""
+    seen, runs = [], []
+    options = {"override": {"*": "exact"}, "memory": "off"}
+    for every in (1, 10**6):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Busy()
+        monitor = hot_compile.Monitor(every, callback=lambda _, found: seen.append(found))
+        step, gradients = compiled(model, monitor, **options), []
+        for _ in range(3):
+            model.zero_grad()
+            (step(torch.randn(32, 64)) + step(torch.randn(32, 64))).square().mean().backward()
+            gradients += [p.grad.clone() for p in model.parameters()]
+        runs.append([*gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    for found in seen:
+        qualities = {name: q for name, q in whole(found).items() if name != "fc1.bias"}
+        assert set(qualities) == {"fc1", "norm.weight", "norm.bias", "fc2", "fc2.bias"}
+        assert all(q.error < 1e-4 for q in qualities.values())
+
+
+def test_under_autocast_and_through_a_graph_break():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = net(), net()
+
+        def forward(self, x):
+            x = self.a(x).view(-1, 64)
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    found, model = {}, Broken()
+    step = compiled(model, hot_compile.Monitor(1, callback=lambda _, q: found.update(whole(q))))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(torch.randn(64, 64)).float().square().mean()
+        loss.backward()
+    assert {"a.0", "a.2", "b.0", "b.2"} <= found.keys()
+    assert all(q.cosine > 0.99 for q in found.values())
+
+
+def test_shapes_that_change_are_watched_without_a_compilation_each():
+    seen, model = {}, net()
+    step = compiled(model, hot_compile.Monitor(1, callback=seen.__setitem__))
+    for rows in (32, 48, 64, 48, 80, 96, 112):
+        step(torch.randn(rows, 64)).square().mean().backward()
+    assert "0" in seen[1]
+
+
+@pytest.mark.parametrize("when", ["compiling", "running"])
+def test_a_twin_that_fails_costs_a_warning_and_no_step(caplog, monkeypatch, when):
+    if when == "compiling":
+        monkeypatch.setattr(watching, "twin", lambda gm: 1 / 0)
+        monkeypatch.setattr(backend, "twin", twin)
+    else:
+        monkeypatch.setattr(watching._Look, "rerun", lambda *_: 1 / 0)
+    model, x = net(), torch.randn(64, 64)
+    step = compiled(model, hot_compile.Monitor(every=1))
+    for _ in range(3):
+        model.zero_grad()
+        step(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    warnings = [r.getMessage() for r in caplog.records if "not observed" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "ZeroDivisionError" in warnings[0]
+
+
+def test_inputs_changed_before_the_backward_are_not_compared():
+    """The step saves no bias, so it runs; its twin would start from another one."""
+    seen, model, x = [], nn.Sequential(nn.Linear(64, 64)), torch.randn(64, 64)
+    step = compiled(model, hot_compile.Monitor(1, callback=lambda *a: seen.append(a)))
+    for _ in range(3):
+        loss = step(x).sum()
+        with torch.no_grad():
+            model[0].bias.add_(1)
+        loss.backward()
+    assert not seen
+    assert model[0].weight.grad is not None

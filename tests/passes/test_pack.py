@@ -8,16 +8,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.pack import (
-    Layout,
-    Scheme,
-    by_channel,
-    layout_of,
-    pack,
-    packed_bytes,
-    unpack,
-    unpack_mask,
-)
+from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
+from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
+from hot_compile.passes.storage.schemes import Scheme
 
 
 def round_trip(x, scheme, compiled=False):
@@ -52,12 +45,14 @@ def groups_of(x, scheme):
     """x, in memory order, one group a row."""
     layout = layout_of(x, scheme)
     assert isinstance(layout, Layout)
-    memory = x.permute(layout.order).reshape(-1, layout.group, layout.lanes)
-    return memory.transpose(1, 2).reshape(-1, layout.group)
+    _, group, lanes = layout.cut
+    memory = x.permute(layout.order).reshape(-1, group, lanes)
+    return memory.transpose(1, 2).reshape(-1, group)
 
 
 shapes = st.sampled_from([(1, 64), (3, 128), (15, 17, 96), (2, 3, 4, 32), (5, 768), (7, 1000)])
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+dtypes = st.sampled_from(list(ROUNDING))
 
 
 def values(shape, dtype, seed, spread):
@@ -77,24 +72,71 @@ def test_int4_is_within_half_a_step_of_its_group(shape, dtype, seed, spread):
     # the grid is at most this much wider: scale rounds up to bf16, the minimum down to it
     step = (width + want.abs().amax(1, keepdim=True) * 2**-7) / 15 * (1 + 2**-7)
     # 2^-8 and 2^-11: rounding of the restored value to x's dtype
-    rounding = (
-        want.abs() * {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
-    )
+    rounding = want.abs() * ROUNDING[dtype]
     assert ((got - want).abs() <= step / 2 * 1.001 + rounding + 1e-12).all()
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.ROWS])
+CODED = [Scheme.GROUPS8, Scheme.ROWS8, Scheme.GROUPS6]
+
+
+@pytest.mark.parametrize("scheme", CODED)
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, dtype=dtypes, seed=st.integers(0, 999), spread=st.floats(1e-3, 1e3))
-def test_int8_is_within_half_a_step_of_its_group(scheme, shape, dtype, seed, spread):
+def test_codes_are_within_half_a_step_of_the_fourth_root(scheme, shape, dtype, seed, spread):
     x = values(shape, dtype, seed, spread)
     _, y = round_trip(x, scheme)
     want, got = (groups_of(t, scheme).double() for t in (x, y))
-    step = want.abs().amax(1, keepdim=True) / 127 * (1 + 2**-7)
-    rounding = (
-        want.abs() * {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
-    )
-    assert ((got - want).abs() <= step / 2 * 1.001 + rounding + 1e-12).all()
+    widest = want.abs().amax(1, keepdim=True) * (1 + 2**-7)
+    levels = scheme.spec.levels
+    code = (want.abs() / widest) ** 0.25 * levels
+    rounding = want.abs() * ROUNDING[dtype] + 1e-12
+    least = ((code - 0.51).clamp_min(0) / levels) ** 4 * want.abs().amax(1, keepdim=True)
+    most = ((code + 0.51) / levels) ** 4 * widest
+    assert (got.abs() >= least - rounding).all()
+    assert (got.abs() <= most + rounding).all()
+    assert (got * want >= 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 999), spread=st.floats(1e-3, 1e3))
+def test_twelve_bits_are_within_half_a_step(shape, dtype, seed, spread):
+    x = values(shape, dtype, seed, spread)
+    _, y = round_trip(x, Scheme.GROUPS12)
+    want, got = (groups_of(t, Scheme.GROUPS12).double() for t in (x, y))
+    step = want.abs().amax(1, keepdim=True) / 2047 * (1 + 2**-7)
+    rounding = want.abs() * ROUNDING[dtype] + 1e-12
+    assert ((got - want).abs() <= step / 2 * 1.001 + rounding).all()
+
+
+@pytest.mark.parametrize("scheme", [*CODED, Scheme.CHANNELS8])
+@pytest.mark.parametrize(("size", "most"), [(1, 0.05), (30, 0.08), (100, 0.11), (300, 0.15)])
+def test_an_outlier_leaves_its_neighbours_their_digits(scheme, size, most):
+    """INT8 on a uniform grid has an error of 70 % beside an outlier of 300 deviations."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    x[:, 5::128] *= size
+    if scheme is Scheme.CHANNELS8:
+        x = x.t().contiguous()
+    _, y = round_trip(x, scheme)
+    ordinary = (x.abs() < 6) & (x.abs() > 0)
+    error = (y - x)[ordinary].norm() / x[ordinary].norm()
+    assert error < (most if scheme is Scheme.GROUPS6 else most / 2)
+
+
+@pytest.mark.parametrize("layout", ["flat", "signal", "image", "channels_last"])
+@pytest.mark.parametrize("mean", [0.0, 3.0, 100.0, -1e4])
+def test_a_channel_keeps_its_deviation_whatever_its_mean(layout, mean):
+    torch.manual_seed(0)
+    shape = {"flat": (512, 8), "signal": (16, 8, 32)}.get(layout, (16, 8, 6, 5))
+    spread = (10.0 ** torch.arange(8)).view(-1, *[1] * (len(shape) - 2))
+    x = (torch.randn(shape) + mean) * spread
+    if layout == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    _, y = round_trip(x, Scheme.CHANNELS8)
+    over = [d for d in range(x.dim()) if d != 1]
+    deviation = (x - x.mean(over, keepdim=True)).square().mean(over)
+    error = (y - x).square().mean(over)
+    assert (error < deviation * 0.03**2).all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -106,13 +148,15 @@ def test_bits_are_lossless(shape, seed):
     assert stored[0].numel() == mask.numel() // 8
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8, Scheme.BITS])
+@pytest.mark.parametrize(
+    "scheme",
+    [Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12, Scheme.CHANNELS8, Scheme.BITS],
+)
 @pytest.mark.parametrize("make", ["contiguous", "permuted", "channels_last", "gaps"])
 def test_layouts_keep_values_in_their_places(scheme, make):
-    """Every group constant: INT4 restores constants up to bf16, so a misplaced group shows."""
+    """Every group constant, which every scheme restores up to bf16: a misplaced group shows."""
     base = torch.arange(4 * 6 * 2).float().repeat_interleave(64).view(4, 6, 2, 64) / 64 + 1
-    groups = 1 if scheme is Scheme.INT8 else 3  # a channel
-    image = torch.arange(groups * 64).view(groups, 1, 64).expand(groups, 384 // groups, 64) / 64 + 1
+    image = torch.arange(3 * 64).view(3, 1, 64).expand(3, 128, 64) / 64 + 1
     x = {
         "contiguous": lambda: base,
         "permuted": lambda: base.transpose(1, 2),
@@ -120,28 +164,31 @@ def test_layouts_keep_values_in_their_places(scheme, make):
         "gaps": lambda: torch.cat((base, base), 2)[:, :, 1:3],
     }[make]()
     x = x > 1.3 if scheme is Scheme.BITS else x
+    tolerance = 0.04 if scheme is Scheme.CHANNELS8 else 2**-7
     for compiled in (False, True):
         _, y = round_trip(x, scheme, compiled)
         if scheme is Scheme.BITS:
             assert torch.equal(x, y)
         else:
-            torch.testing.assert_close(x, y, rtol=2**-7, atol=0)
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8, Scheme.ROWS])
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.GROUPS12, Scheme.CHANNELS8, *CODED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_code_stores_the_same_bits(scheme, dtype):
     x = values((197, 3, 64), dtype, seed=1, spread=2.0)
     expected, y = round_trip(x, scheme)
     got, z = round_trip(x, scheme, compiled=True)
-    for a, b in zip(expected, got, strict=True):
+    # a channel's mean and what follows from it depend on the order of a sum
+    parts = 1 if scheme is Scheme.CHANNELS8 else None
+    for a, b in zip(expected[:parts], got[:parts], strict=True):
         # Inductor's reciprocal and fused multiply-adds may move a tie by one step
         wrong = (a.view(torch.uint8) != b.view(torch.uint8)).float().mean()
         assert wrong < 1e-3
-    torch.testing.assert_close(y, z, rtol=2**-7, atol=0.2 if scheme is Scheme.INT4 else 0.02)
+    assert (y - z).float().norm() < 0.01 * x.float().norm()
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8])
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_group_with_nan_or_inf_comes_back_non_finite_and_alone(scheme, bad, compiled):
@@ -156,7 +203,7 @@ def test_a_group_with_nan_or_inf_comes_back_non_finite_and_alone(scheme, bad, co
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.25e-30, 2.0**100])
 def test_constant_groups_survive(value):
     x = torch.full((2, 128), value)
-    for scheme in (Scheme.INT4, Scheme.INT8):
+    for scheme in (Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12, Scheme.CHANNELS8):
         _, y = round_trip(x, scheme)
         torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-30)
 
@@ -168,44 +215,37 @@ def images(count, channels, size):
     return x.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.INT8])
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8])
 def test_channels_of_an_image_do_not_share_a_scale(scheme):
     x = images(2, 8, 16)
     _, y = round_trip(x, scheme)
     by_channel = [t.transpose(0, 1).reshape(8, -1).norm(dim=1) for t in (x - y, x)]
     error = (by_channel[0] / by_channel[1]).tolist()
-    assert max(error) < (0.12 if scheme is Scheme.INT4 else 0.01)
-    # one group a channel: its largest value, so its step, is a matter of chance
-    assert max(error) < (1.5 if scheme is Scheme.INT4 else 2.0) * min(error)
+    assert max(error) < {Scheme.INT4: 0.12, Scheme.GROUPS6: 0.06, Scheme.GROUPS8: 0.015}[scheme]
+    assert max(error) < 1.5 * min(error)
 
 
 @pytest.mark.parametrize(("count", "size", "group"), [(2, 8, 128), (5, 7, 0), (4, 7, 98)])
 def test_a_channel_is_grouped_over_samples_where_its_image_does_not_divide(count, size, group):
     layout = layout_of(images(count, 64, size), Scheme.INT4)
     expected = (group, 64) if group else (64, 1)  # 245 positions have no even divisor: as it lies
-    assert (layout.group, layout.lanes) == expected
+    assert layout.cut[1:] == expected
 
 
 def test_layouts_that_cannot_be_cut_say_why():
     assert "do not divide" in layout_of(torch.empty(7, 11), Scheme.INT4)
-    assert "expanded" in layout_of(torch.empty(1, 128).expand(4, 128), Scheme.INT8)
+    assert "expanded" in layout_of(torch.empty(1, 128).expand(4, 128), Scheme.GROUPS8)
     assert "do not divide" in layout_of(torch.empty(4, 128)[:, ::2], Scheme.INT4)
     assert "do not divide" in layout_of(torch.empty(3, 3), Scheme.BITS)
-    assert "do not divide" in layout_of(torch.empty(64, 16), Scheme.ROWS)
-    assert "do not divide" in layout_of(torch.empty(96, 64).t(), Scheme.ROWS)
-
-
-def test_int8_of_an_image_has_one_scale_a_channel():
-    image = images(4, 16, 7)
-    assert by_channel(image)
-    assert not by_channel(image.contiguous())
-    stored, _ = round_trip(image, Scheme.INT8)
-    assert stored[1].numel() == 16
+    assert "single number" in layout_of(torch.empty(()), Scheme.GROUPS8)
+    assert "no channels" in layout_of(torch.empty(64), Scheme.CHANNELS8)
+    assert "do not divide" in layout_of(torch.empty(64, 16), Scheme.ROWS8)
+    assert "do not divide" in layout_of(torch.empty(96, 64).t(), Scheme.ROWS8)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.ROWS])
+@pytest.mark.parametrize("scheme", [Scheme.CHANNELS8, Scheme.ROWS8])
 @pytest.mark.parametrize("size", [1, 7, 15])
 def test_a_mask_rides_in_the_lowest_bit(scheme, dtype, size, compiled):
     spread = torch.rand(40, 1, 1) * 3
@@ -216,13 +256,10 @@ def test_a_mask_rides_in_the_lowest_bit(scheme, dtype, size, compiled):
     stored, y, outcome = masked_round_trip(x, mask, scheme.masked, compiled)
     assert torch.equal(outcome, mask)
     assert [part.shape for part in stored] == [part.shape for part in round_trip(x, scheme)[0]]
-    over = (1,) if scheme is Scheme.ROWS else (0, 2, 3)
-    step = x.abs().float().amax(over, keepdim=True) / 63 * (1 + 2**-7)
-    error = (y.float() - x.float()).abs()
-    assert (error <= step / 2 * 1.001 + x.abs().float() * 2**-8 + 1e-12).all()
+    assert ((y - x).float().norm() / x.float().norm()) < 0.04
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.ROWS])
+@pytest.mark.parametrize("scheme", [Scheme.CHANNELS8, Scheme.ROWS8])
 def test_masks_beside_nan_and_infinity(scheme):
     """Their channel or position is NaN; the others' masks are what they were."""
     x = images(2, 32, 4)
@@ -240,4 +277,4 @@ def test_every_scheme_knows_its_twin_with_a_mask():
     for scheme in Scheme:
         assert scheme.masked.plain is scheme.plain
     assert Scheme.INT4.masked is Scheme.INT4
-    assert Scheme.INT8.masked is not Scheme.INT8
+    assert Scheme.ROWS8.masked is not Scheme.ROWS8

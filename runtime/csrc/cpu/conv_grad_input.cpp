@@ -127,7 +127,7 @@ Tensor conv_grad_input(const Kernels& kernels, const Tensor& rows_in, const Tens
   if (out.numel() > 0 && positions > 0) {
     run(c);
   } else {
-    std::memset(c.out, 0, out.numel() * c.element());
+    std::fill_n(c.out, out.numel() * c.element(), char{0});
   }
   return out;
 }

@@ -155,7 +155,7 @@ void expand_int4(const Int4Storage& in, int64_t begin, int64_t end, const Int8Co
     const uint8_t* packed = in.packed + column * in.bytes;
     int8_t* q = out.q + column * in.bytes * 2;
     if (grid.reciprocal == 0) {
-      std::memset(q, 0, in.bytes * 2);
+      clear(q, in.bytes * 2);
       continue;
     }
     for (int64_t g = 0, byte = 0; byte < in.bytes; ++g, byte += kInt4Group / 2) {

@@ -6,7 +6,10 @@
 namespace hot::cpu {
 namespace {
 
-/// int32 [M, N] = a [M, K] b [N, K]^T by the library, written to `out`.
+/// int32 [M, N] = a [M, K] b [N, K]^T by the library, written to `out`. K must be at least 2: ATen
+/// reads from strides which way a matrix lies, and takes rows of one value that lie side by side
+/// (K = 1, both strides 1) for a row-major b^T whose rows overlap. BLAS refuses that, and ATen does
+/// not look: `out` stays unwritten.
 void library_product(const Tensor& a, const Tensor& b, const Tensor& out) {
   using torch::stable::detail::from;
   Tensor b_t = torch::stable::transpose(b, 0, 1);
@@ -44,7 +47,7 @@ Tensor int8_view(const Int8Rows& x, int64_t k) {
 
 void int_product(const Kernels& kernels, const Int8Rows& a, const Int8Rows& b, int64_t k,
                  int32_t* out) {
-  if (library_is_exact()) {
+  if (k > 1 && library_is_exact()) {
     return library_product(int8_view(a, k), int8_view(b, k),
                            view_cpu(out, a.rows, b.rows, b.rows, ScalarType::Int));
   }

@@ -16,6 +16,11 @@ inline I round(F t, I place) {
 
 inline I magnitude(F x) { return and_int(bits(x), set_int(0x7fffffff)); }
 
+/// memset may not be given the null pointer of a tensor without elements.
+inline void clear(int8_t* q, int64_t n) {
+  if (n > 0) std::memset(q, 0, n);
+}
+
 inline uint32_t largest_lane(I x) {
   uint32_t lane[16], top = 0;
   store_int(lane, x);

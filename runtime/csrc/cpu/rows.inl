@@ -55,7 +55,7 @@ void quantize_rows_of(const Matrix& x, int64_t begin, int64_t end, int qmax, con
     out.scale[r] = scale.scale;
     int8_t* q = out.q + r * out.padded_cols;
     if (scale.reciprocal == 0) {
-      std::memset(q, 0, out.padded_cols);
+      clear(q, out.padded_cols);
       continue;
     }
     quantize_row<Stochastic>(buffer, out.padded_cols, scale.reciprocal, qmax,

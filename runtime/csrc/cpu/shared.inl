@@ -190,7 +190,7 @@ void quantize_scaled_rows_of(const Matrix& x, const float* factor, int64_t begin
     out.scale[r] = scale.scale;
     int8_t* q = out.q + r * out.padded_cols;
     if (scale.reciprocal == 0) {
-      std::memset(q, 0, out.padded_cols);
+      clear(q, out.padded_cols);
       continue;
     }
     quantize_row<false>(buffer, out.padded_cols, scale.reciprocal, 127, static_cast<uint32_t>(r),
@@ -253,7 +253,7 @@ void rescale(const Rescaling& r, int64_t begin, int64_t end) {
     r.column[column] = grid.scale;
     int8_t* q = r.q + column * r.k;
     if (grid.reciprocal == 0) {
-      std::memset(q, 0, r.k);
+      clear(q, r.k);
       continue;
     }
     for (int64_t t = 0, k = 0; k < r.k; ++t, k += r.tile) {

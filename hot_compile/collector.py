@@ -1,0 +1,178 @@
+"""An observer that measures every strategy on every layer, and makes a profile of it."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+
+import torch
+from torch import Tensor
+
+from .errors import CalibrationError
+from .passes.measure import grad_input_measures, grad_weight_measures, granule_errors, tensor_stats
+from .passes.measure_conv import Pairs, conv_granule_errors, conv_measures, conv_stats
+from .passes.observe import Layer, Observer
+from .passes.profile import LayerProfile, Measure, Profile, TensorStats
+from .passes.site import Site
+
+_DIGITS = 4
+"""Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
+
+
+class Collector(Observer):
+    """Measures every layer it is shown, and averages over batches."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._pending: list[tuple[Layer, int, dict[str, Tensor]]] = []
+        self._found: dict[str, list[dict[str, float]]] = {}
+        self._layers: dict[str, tuple[Layer, int]] = {}
+        self._compared: list[tuple[str, Tensor]] = []
+        self._gradients: dict[str, list[list[float]]] = {}
+        self._device = torch.device("cpu")
+
+    def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
+        """Measure one layer's backward; nothing is read back before :meth:`flush`."""
+        self._device = g.device
+        rows = g.numel() // g.shape[1] if layer.convolves else g.shape[0]
+        measure = self._measure_convolution if layer.convolves else self._measure
+        with torch.no_grad():
+            self._pending.append((layer, rows, measure(layer, g, weight, x)))
+
+    def _measure(
+        self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
+    ) -> dict[str, Tensor]:
+        gx = {} if weight is None else grad_input_measures(g, weight)
+        gw = {} if x is None else grad_weight_measures(g, x, self._rank, layer.tokens)
+        operands = {"x": x, "weight": weight, "grad_output": g}
+        stats = {
+            name: tensor_stats(tensor, self._rank)
+            for name, tensor in operands.items()
+            if tensor is not None
+        }
+        return _figures(gx, gw, granule_errors(g, self._rank), stats)
+
+    def _measure_convolution(
+        self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
+    ) -> dict[str, Tensor]:
+        assert layer.site is not None
+        assert weight is not None
+        assert x is not None
+        gx, gw = conv_measures(layer.site, g, weight, x, self._rank)
+        stats = conv_stats(g, weight, x, self._rank)
+        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats)
+
+    def gradient(self, name: str, figures: Tensor) -> None:
+        """Keep (error, cosine) of one parameter's gradient as the step has it."""
+        self._compared.append((name, figures))
+
+    @property
+    def sites(self) -> list[Site]:
+        """The layers shown so far, as the plan knows them."""
+        return [layer.site for layer, _ in self._layers.values() if layer.site is not None]
+
+    def clear(self) -> None:
+        """Forget everything collected so far."""
+        self._pending.clear()
+        self._found.clear()
+        self._layers.clear()
+        self._compared.clear()
+        self._gradients.clear()
+
+    @property
+    def batches(self) -> int:
+        """Usable backwards of the layer that has the fewest."""
+        return min((len(rows) for rows in self._found.values()), default=0)
+
+    def flush(self) -> None:
+        """Read the pending figures; a layer with any that is not finite skips this batch."""
+        for layer, rows, figures in self._pending:
+            values = torch.stack([value.float() for value in figures.values()]).tolist()
+            self._layers[layer.name] = (layer, rows)
+            found = self._found.setdefault(layer.name, [])
+            if all(map(math.isfinite, values)):
+                found.append(dict(zip(figures, values, strict=True)))
+        self._pending.clear()
+        for name, pair in self._compared:
+            values = pair.tolist()
+            if all(map(math.isfinite, values)):
+                self._gradients.setdefault(name, []).append(values)
+        self._compared.clear()
+
+    def profile(self) -> Profile:
+        """The averages of everything collected.
+
+        Raises:
+            CalibrationError: nothing was.
+        """
+        layers = {
+            name: _average(*self._layers[name], rows) for name, rows in self._found.items() if rows
+        }
+        if not layers:
+            raise CalibrationError(
+                f"got {len(self._found)} layers, none with a finite, non-zero gradient; expected "
+                "at least one batch whose loss depends on the model's Linear layers. Pass batches "
+                "and a loss as in training (and scale the loss if training does)."
+            )
+        gradients = {name: _mean_measure(pairs) for name, pairs in self._gradients.items()}
+        environment = _environment(self._device)
+        return Profile(self._rank, layers, environment, gradients=gradients)
+
+
+def _figures(
+    gx: Pairs, gw: Pairs, granules: tuple[Tensor, Tensor], stats: dict[str, dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """All that was measured of a layer in one backward, by the path of its place in a profile."""
+    figures: dict[str, Tensor] = {}
+    for side, variants in (("grad_input", gx), ("grad_weight", gw)):
+        for variant, (error, cosine) in variants.items():
+            figures[f"{side} {variant} error"] = error
+            figures[f"{side} {variant} cosine"] = cosine
+    figures["token_error"], figures["tensor_error"] = granules
+    for name, found in stats.items():
+        figures.update({f"stats {name} {key}": value for key, value in found.items()})
+    return figures
+
+
+def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerProfile:
+    mean = {key: _rounded(statistics.fmean(row[key] for row in found)) for key in found[0]}
+    sides: dict[str, dict[str, dict[str, float]]] = {"grad_input": {}, "grad_weight": {}}
+    stats: dict[str, dict[str, float]] = {}
+    for key, value in mean.items():
+        parts = key.split(" ")
+        if len(parts) == 3:
+            target = stats if parts[0] == "stats" else sides[parts[0]]
+            target.setdefault(parts[1], {})[parts[2]] = value
+    return LayerProfile(
+        outputs=layer.outputs,
+        inputs=layer.inputs,
+        rows=rows,
+        dtype=layer.dtype,
+        batches=len(found),
+        grad_input={key: Measure(**value) for key, value in sides["grad_input"].items()},
+        grad_weight={key: Measure(**value) for key, value in sides["grad_weight"].items()},
+        token_error=mean["token_error"],
+        tensor_error=mean["tensor_error"],
+        stats={key: TensorStats(**value) for key, value in stats.items()},
+    )
+
+
+def _mean_measure(pairs: list[list[float]]) -> Measure:
+    error, cosine = (_rounded(statistics.fmean(column)) for column in zip(*pairs, strict=True))
+    return Measure(error, cosine)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    from . import __version__
+
+    cuda = device.type == "cuda"
+    return {
+        "hot_compile": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+    }

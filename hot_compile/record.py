@@ -1,0 +1,118 @@
+"""What the backend did to each graph: who is told of every stage, and what they keep of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from functorch.compile import make_boxed_func
+from torch import fx
+
+from .errors import OptionError
+from .passes.plan import Plan
+from .passes.storage.record import Crossing
+
+NO_PLAN = Plan("exact", ())
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphReport:
+    """One compiled training graph: its plan as carried out, and what crosses to the backward."""
+
+    plan: Plan
+    crossing: tuple[Crossing, ...]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept from forward to backward, parameters and inputs aside."""
+        return sum(c.bytes for c in self.crossing)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "plan": self.plan.to_json(),
+            "crossing": [dataclasses.asdict(c) for c in self.crossing],
+            "held_bytes": self.held_bytes,
+        }
+
+
+class Dump:
+    """Recorder that writes every stage's graph, plan.json and crossing.json below a folder.
+
+    Raises:
+        OptionError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._folder = _next_graph_folder(folder) if folder else None
+        self._count = itertools.count()
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Write the graph as it is after (or before) ``stage``."""
+        if self._folder is None:
+            return
+        owner = graph if isinstance(graph, fx.GraphModule) else fx.GraphModule({}, graph)
+        text = owner.print_readable(print_output=False)
+        self._write(f"{next(self._count):02d}.{stage}.py", text)
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Write plan.json and crossing.json."""
+        if self._folder is None:
+            return
+        data = GraphReport(plan or NO_PLAN, crossing).to_json()
+        for name in ("plan", "crossing"):
+            text = json.dumps(data[name], indent=1, default=str)
+            self._write(f"{name}.json", text + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        assert self._folder is not None
+        with _writing(self._folder):
+            (self._folder / name).write_text(text)
+
+
+class Reports:
+    """Recorder that keeps each training graph's report."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphReport] = []
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Stages are not kept."""
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Keep the report."""
+        self.graphs.append(GraphReport(plan or NO_PLAN, crossing))
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        expected = f"a folder that can be made and written, but: {error}"
+        raise OptionError.value("dump", str(folder), expected) from error
+
+
+def _next_graph_folder(folder: str) -> Path:
+    """``folder/graph_NNN``, the first number not taken (other processes may be dumping too)."""
+    root = Path(folder)
+    with _writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count():
+            path = root / f"graph_{number:03d}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return path
+    raise AssertionError("unreachable")
+
+
+def run_uncompiled(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+    """Stand-in for Inductor's lowering: the finished graph, run node by node."""
+    return make_boxed_func(gm.forward)

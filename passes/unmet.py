@@ -1,0 +1,101 @@
+"""What options ask for and cannot have: told once, as warnings, since nothing fails by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from hot_compile.config import HotConfig, Strategy
+from hot_compile.errors import OptionWarning
+from hot_compile.passes.plan import Plan
+from hot_compile.passes.site import Site
+from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.record import Crossing
+
+_LISTED = 6
+"""A warning names this many layers."""
+
+
+def tell(texts: Iterable[str]) -> None:
+    """Warn of each text, once a process."""
+    for text in texts:
+        warn_once(text)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn; Python's own record of what it showed is lost in torch's ``catch_warnings``."""
+    warnings.warn(text, OptionWarning, stacklevel=3)
+
+
+def idle_globs(sites: Sequence[Site], config: HotConfig) -> Iterator[str]:
+    """Globs of include, exclude and override that match no layer of this graph."""
+    overridden = tuple(glob for glob, _ in config.override)
+    options = {"include": config.include, "exclude": config.exclude, "override": overridden}
+    names = [site.name for site in sites]
+    for option, globs in options.items():
+        for glob in globs:
+            if not any(fnmatchcase(name, glob) for name in names):
+                yield (
+                    f"got {option} with {glob!r}, which matches no layer of this graph; it has "
+                    f"{_some(names)}. Correct the glob, unless another graph of the model has it."
+                )
+
+
+def idle_overrides(sites: Sequence[Site], config: HotConfig, plan: Plan) -> Iterator[str]:
+    """Overrides whose layers stay exact, with the reason.
+
+    What is no layer (a product of activations) counts only where it is named in full.
+    """
+    found: dict[tuple[str, Strategy, str], list[str]] = {}
+    for site, decision in zip(sites, plan, strict=True):
+        matching = [pair for pair in config.override if fnmatchcase(site.name, pair[0])]
+        if not matching or decision.strategy is not Strategy.EXACT:
+            continue
+        glob, strategy = matching[-1]
+        if strategy is not Strategy.EXACT and (site.refusal is None or glob == site.name):
+            found.setdefault((glob, strategy, decision.reason), []).append(site.name)
+    for (glob, strategy, reason), names in found.items():
+        yield (
+            f"override {{{glob!r}: '{strategy}'}} cannot be followed for {_some(names)}: {reason}. "
+            "Left exact; choose another strategy there."
+        )
+
+
+def unmet_budget(
+    found: Sequence[Crosser],
+    chosen: Mapping[Crosser, Any],
+    kept: Sequence[Crossing],
+    config: HotConfig,
+) -> Iterator[str]:
+    """A memory budget that everything compressible, compressed, still exceeds.
+
+    Args:
+        found, chosen: what crosses, and how it is stored under ``config``.
+        kept: the record of it.
+    """
+    budget = config.memory_budget
+    if budget is None:
+        return
+    before, held = (sum(getattr(c, name) for c in kept) for name in ("bytes_before", "bytes"))
+    wanted = budget * before if isinstance(budget, float) else budget
+    least = dataclasses.replace(config, memory_budget=0)
+    if held <= wanted or plan_storage(found, least) != chosen:
+        return
+    yield (
+        f"memory_budget={budget!r} cannot be met in a graph: the least that it can hold is {held} "
+        f"bytes ({held / before:.2f} of {before} uncompressed). Ask for no less, or allow more by "
+        f"memory='all', memory_bits=4 (now memory='{config.memory}', "
+        f"memory_bits={config.memory_bits})."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = [repr(name) for name in names[:_LISTED]]
+    more = [f"... ({len(names)} in all)"] if len(names) > _LISTED else []
+    return ", ".join(listed + more)
