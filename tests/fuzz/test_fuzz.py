@@ -1,0 +1,61 @@
+"""Random models: two hundred in two minutes, a thousand and lowered ones behind ``slow``."""
+
+import pytest
+
+from fuzz.cases import Case, build, draw
+from fuzz.run import main, seeds_of
+from fuzz.shrink import script, smaller
+
+
+def clean(*arguments: str) -> bool:
+    return main([*arguments, "--jobs", "2", "--shrink", "0", "--quiet"]) == 0
+
+
+def test_two_hundred_models():
+    assert clean("--seeds", "0:200")
+
+
+@pytest.mark.slow
+def test_a_thousand_models():
+    assert clean("--seeds", "200:1200")
+
+
+@pytest.mark.slow
+def test_a_hundred_models_lowered():
+    assert clean("--seeds", "0:100", "--lower")
+
+
+@pytest.mark.parametrize("seed", [0, 5, 9])
+def test_a_seed_is_always_the_same_case(seed):
+    case = draw(seed)
+    assert case == draw(seed)
+    assert Case.from_json(case.to_json()) == case
+    assert build(case).text == build(case).text
+
+
+def test_smaller_cases_are_smaller():
+    case = draw(3)
+    assert all(candidate != case for candidate in smaller(case))
+    assert any(len(candidate.stages) < len(case.stages) for candidate in smaller(case))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_script_runs_by_itself(seed, capsys):
+    text = script(draw(seed), ["as an example"], lower=False)
+    exec(compile(text, "script", "exec"), {"__name__": "script"})
+    assert "cosine" in capsys.readouterr().out
+
+
+def test_results_are_kept_and_not_run_again(tmp_path, capsys):
+    out = tmp_path / "results.jsonl"
+    assert main(["--seeds", "0:2", "--shrink", "0", "--out", str(out)]) in (0, 1)
+    lines = out.read_text().splitlines()
+    assert len(lines) == 2
+    main(["--seeds", "0:2", "--shrink", "0", "--out", str(out)])
+    assert out.read_text().splitlines() == lines
+    assert "2 tried" in capsys.readouterr().out
+
+
+def test_seeds():
+    assert seeds_of("3:6") == [3, 4, 5]
+    assert seeds_of("7,2,") == [7, 2]
