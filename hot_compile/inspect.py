@@ -60,11 +60,9 @@ class Explanation:
 
     def forms_table(self) -> Table:
         """What stays exact and has a faster form that is as exact: whether it gets it, and why."""
-        table = Table(title="exact forms", box=box.SIMPLE, title_justify="left")
-        for column in ("layer", "form", "taken", "why"):
-            table.add_column(column, overflow="fold")
+        table = PlainTable("exact forms", "layer", "form", "taken", "why")
         for form in self.plan.exact_forms:
-            table.add_row(form.layer, form.form, "yes" if form.taken else "no", form.reason)
+            table.add(form.layer, form.form, "yes" if form.taken else "no", form.reason)
         return table
 
     def _stored_bytes(self) -> dict[str, int]:
