@@ -126,6 +126,11 @@ class HotConfig:
     """Smaller tensors are not worth a kernel and stay exact."""
     keep_head: bool = True
     """Leave the classifier head exact, as the paper does."""
+    head: str = "chunked"
+    """"chunked": a wide head and its loss go through rows in chunks, so that neither the logits nor
+    their gradient exist as a whole (docs/adr/0014); exact all the same. "off": as Inductor does."""
+    head_min_bytes: int = 2**25
+    """Logits of fewer bytes are not worth it."""
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
     rates: tuple[tuple[str, float], ...] = ()
@@ -218,6 +223,7 @@ RECIPES: dict[str, HotConfig] = {
         strategies=_strategies("exact"),
         error_budget=None,
         memory=Memory.OFF,
+        head="off",
     ),
 }
 
@@ -379,6 +385,8 @@ _PARSERS: dict[str, Any] = {
     "memory_budget": _memory_budget,
     "memory_min_bytes": _bytes,
     "keep_head": _one_of(True, False),
+    "head": _one_of("chunked", "off"),
+    "head_min_bytes": _bytes,
     "min_gain": _ratio,
     "rates": _rates,
     "profile": _path,

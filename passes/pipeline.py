@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError
 from hot_compile.passes.crossing import Crossing, crossing
+from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observer, observe
@@ -67,13 +68,15 @@ class Context:
 def sources_hash() -> str:
     """Digest of this package's own source, so that an upgrade never hits an old cache entry."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 class JointPass(CustomGraphPass):
     """match -> plan -> rewrite on the joint graph, after whatever pass the user had there.
+
+    Before that heads and their losses are taken out (``chunk_heads``): they are no layers.
 
     Then what stays exact and has a faster form that is as exact (``patches_as_products``,
     ``stems_over_blocks``, ``gather_pool_gradients``).
@@ -92,10 +95,12 @@ class JointPass(CustomGraphPass):
         context = self._context
         context.recorder.graph("joint.before", graph)
         try:
+            heads = chunk_heads(graph, context.config)
             sites = match(graph, context.inputs)
-            if not sites:
+            if not sites and not heads:
                 return
             chosen = plan(sites, context.config, context.pricing, context.profile)
+            chosen = dataclasses.replace(chosen, heads=heads)
             if context.observer is not None:
                 observe(graph, sites, context.observer, chosen)
                 return

@@ -16,6 +16,7 @@ from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes import lqs
 from hot_compile.passes.cost import Rates, Shape, at, predicted_gain, saved_bytes
+from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, hint
@@ -68,6 +69,8 @@ class Plan:
 
     recipe: str
     decisions: tuple[Decision, ...]
+    heads: tuple[HeadDecision, ...] = ()
+    """Products whose results only feed a loss, which go in chunks together with it."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -86,7 +89,8 @@ class Plan:
     @property
     def choice(self) -> tuple[tuple[object, ...], ...]:
         """What was chosen, without the reasons: equal where the code comes out the same."""
-        return tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
+        layers = tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
+        return layers + tuple((h.name, h.way) for h in self.heads)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -94,7 +98,13 @@ class Plan:
             {**dataclasses.asdict(d), "shape": list(d.shape), "strategy": d.strategy.value}
             for d in self.decisions
         ]
-        return {"version": PLAN_VERSION, "recipe": self.recipe, "decisions": decisions}
+        heads = [{**dataclasses.asdict(h), "shape": list(h.shape)} for h in self.heads]
+        return {
+            "version": PLAN_VERSION,
+            "recipe": self.recipe,
+            "decisions": decisions,
+            "heads": heads,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
@@ -113,7 +123,10 @@ class Plan:
                 Decision(**{**d, "shape": tuple(d["shape"]), "strategy": Strategy(d["strategy"])})
                 for d in data["decisions"]
             )
-            return cls(recipe=data["recipe"], decisions=decisions)
+            heads = tuple(
+                HeadDecision(**{**h, "shape": tuple(h["shape"])}) for h in data.get("heads", ())
+            )
+            return cls(recipe=data["recipe"], decisions=decisions, heads=heads)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
                 f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."

@@ -69,6 +69,7 @@ def runtime_version() -> str:
     """Hash of everything that decides what an operator computes; part of compile cache keys."""
     state = hashlib.sha256()
     hash_tree(CSRC, state)
-    for name in ("ops.py", "reference_conv.py", "extensions.py", "toolkit.py"):
+    own = ("ops.py", "reference_conv.py", "extensions.py", "toolkit.py")
+    for name in (*own, "head.py", "head_rows.py", "head_triton.py"):
         state.update((Path(__file__).parent / name).read_bytes())
     return state.hexdigest()[:16]

@@ -1,0 +1,544 @@
+"""Follows the logits of one product through the joint graph and says what every reader makes of them.
+
+An abstract interpretation: each node as wide as the vocabulary becomes a ``Wide``. Read-only. What
+is not understood raises ``NotUnderstood`` with the reason, and the head is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from hot_compile.passes.graph import CASTS, VIEWS, aten, is_tangent, strip
+from hot_compile.passes.head.algebra import (
+    LSE,
+    MAX,
+    MINUS,
+    ONE,
+    Basis,
+    Cut,
+    Expr,
+    Index,
+    Linear,
+    Term,
+    Wide,
+    Window,
+    const,
+    exp,
+    joined,
+    total_of,
+)
+from hot_compile.passes.site import hint
+
+Shape = tuple[Any, ...]
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
+COPIES = CASTS | {aten.alias.default, aten.clone.default}
+_FLAT = RESHAPES | SQUEEZES | COPIES
+"""They keep the order in which rows are counted."""
+_ADDS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
+_MULS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_SUMS = {aten.sum.dim_IntList, aten.mean.dim}
+
+
+class NotUnderstood(Exception):
+    """Why these logits cannot be left out."""
+
+
+class Reading:
+    """What becomes of the product ``y`` [L, O]; made by following it through its graph."""
+
+    def __init__(self, product: fx.Node) -> None:
+        self.product = product
+        self.rows, self.outputs = shape_of(product)
+        self.wide: dict[fx.Node, Wide] = {product: Wide((Term(Basis("y"), ONE),), 1)}
+        self.results: dict[fx.Node, Expr] = {}
+        """Row quantities that are read off the logits, and what they are."""
+        self.windows: dict[fx.Node, Window] = {}
+        """Of which rows each of them is."""
+        self.readers: dict[fx.Node, Wide] = {}
+        """Products and column sums that read the gradient of y."""
+        self.returned: list[fx.Node] = []
+        self.form: tuple[float, bool, float] | None = None
+        self.index: Index | None = None
+        self.index_window: Window = ()
+        self.column: fx.Node | None = None
+        """By which z is weighted in the fourth statistic."""
+        self.needs_total = False
+        known = 0
+        while known != len(self.wide):  # what is met on the way has readers before that place
+            known = len(self.wide)
+            for node in product.graph.nodes:
+                self._visit(node)
+        if self.form is None:
+            raise NotUnderstood("no log-softmax reads it")
+        if not self.readers:
+            raise NotUnderstood("no gradient of it is asked for")
+
+    def _visit(self, node: fx.Node) -> None:
+        read = [n for n in node.all_input_nodes if n in self.wide]
+        if not read or node in self.wide or node in self.results or node in self.readers:
+            return
+        if node.op == "output":
+            self.returned = read
+        elif node.users:
+            self._understand(node, self.wide[read[0]])
+
+    def _understand(self, node: fx.Node, like: Wide) -> None:
+        """Note what ``node`` is; ``like``: one of the wide tensors it reads."""
+        if node.target in (aten.mm.default, aten.addmm.default):
+            self.readers[node] = like
+            return
+        self.windows[node] = like.window
+        if node.target in _SUMS or node.target is aten.amax.default:
+            self._reduce(node, like)
+            return
+        if node.target is aten.gather.default and node.args[0] in self.wide:
+            self.results[node] = self._gathered(node, like)
+            return
+        self.wide[node] = self._wide(node, like)
+
+    def _wide(self, node: fx.Node, like: Wide) -> Wide:
+        """``node``, which is as wide as the logits, its columns and rows as those of ``like``."""
+        rule = _RULES.get(node.target)
+        if rule is None:
+            name = getattr(node.target, "__name__", str(node.target))
+            raise NotUnderstood(f"the logits are also read by {name}")
+        return rule(self, node, like)
+
+    # Operands
+
+    def _operand(self, arg: Any, shape: Shape, like: Wide) -> Wide | Expr:
+        """``arg`` as it meets a wide tensor of ``shape``: wide itself, or a number per row."""
+        if not isinstance(arg, fx.Node):
+            return const(arg)
+        if arg.target is aten.scalar_tensor.default:
+            return const(arg.args[0])  # type: ignore[arg-type]
+        if arg in self.wide:
+            found = self.wide[arg]
+            if (found.axis, found.window) != (like.axis, like.window) or len(shape) != _rank(arg):
+                raise NotUnderstood("logits of different rows are combined")
+            return found
+        padded = (1,) * (len(shape) - _rank(arg)) + shape_of(arg)
+        if _is_one(padded[like.axis]):
+            return Expr("rows", (arg, _without(shape, like.axis)))
+        if all(_is_one(n) for place, n in enumerate(padded) if place != like.axis):
+            factor, column = _column(arg)
+            return Wide((Term(Basis("column", column), factor),), like.axis, like.window)
+        if is_tangent(strip(arg, VIEWS | CASTS)):
+            if like.axis != len(shape) - 1 or like.window:
+                raise NotUnderstood("gradients from outside meet some of the logits only")
+            return Wide((Term(Basis("extra", arg), ONE),), like.axis)
+        self.wide[arg] = self._wide(arg, like)
+        return self.wide[arg]
+
+    def _as_wide(self, arg: Any, shape: Shape, like: Wide) -> Wide:
+        found = self._operand(arg, shape, like)
+        if isinstance(found, Wide):
+            return found
+        terms = () if found.constant == 0 else (Term(Basis("one"), found),)
+        return Wide(terms, like.axis, like.window)
+
+    def _index(self, node: fx.Node, shape: Shape, like: Wide) -> Index:
+        found = Index(signature(node), node, _without(shape, like.axis))
+        if numel(node) != math.prod(map(hint, found.shape)):
+            raise NotUnderstood("more than one column a row is picked")
+        if self.index is None:
+            self.index, self.index_window = found, like.window
+        if (self.index, self.index_window) != (found, like.window):
+            raise NotUnderstood("two different labels a row are picked")
+        return found
+
+    # Elementwise rules
+
+    def _same(self, node: fx.Node, like: Wide) -> Wide:
+        return self._as_wide(node.args[0], shape_of(node), like)
+
+    def _reshape(self, node: fx.Node, like: Wide) -> Wide:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        before, after = shape_of(source), shape_of(node)
+        if source not in self.wide:  # reached from its result
+            axis = self._moved(after, like.axis, before)
+            self.wide[source] = self._wide(source, Wide((), axis, like.window))
+        found = self.wide[source]
+        return Wide(found.terms, self._moved(before, found.axis, after), found.window)
+
+    def _moved(self, before: Shape, axis: int, after: Shape) -> int:
+        """Where a view puts the vocabulary's dimension."""
+        lead = math.prod(map(hint, before[:axis]))
+        for place, size in enumerate(after):
+            if _same(size, self.outputs) and math.prod(map(hint, after[:place])) == lead:
+                return place
+        raise NotUnderstood("a view splits the vocabulary")
+
+    def _permute(self, node: fx.Node, like: Wide) -> Wide:
+        found = self._source(node)
+        if node.target is aten.transpose.int or node.target is aten.t.default:
+            order = list(range(_rank(node)))
+            a, b = (0, 1) if node.target is aten.t.default else node.args[1:]
+            order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        else:
+            order = [n % _rank(node) for n in node.args[1]]  # type: ignore[union-attr]
+        axis = order.index(found.axis)
+        if sorted(rest := order[:axis] + order[axis + 1 :]) != rest:
+            raise NotUnderstood("rows of the logits change their order")
+        return Wide(found.terms, axis, found.window)
+
+    def _source(self, node: fx.Node) -> Wide:
+        """The first operand of a node that is only reached through it."""
+        if node.args[0] not in self.wide:
+            raise NotUnderstood("logits meet a tensor of their size")
+        return self.wide[node.args[0]]  # type: ignore[index]
+
+    def _expand(self, node: fx.Node, like: Wide) -> Wide:
+        return self._as_wide(node.args[0], shape_of(node), like)
+
+    def _full(self, node: fx.Node, like: Wide) -> Wide:
+        value = const(node.args[1])  # type: ignore[arg-type]
+        terms = () if value.constant == 0 else (Term(Basis("one"), value),)
+        return Wide(terms, like.axis, like.window)
+
+    def _add(self, node: fx.Node, like: Wide) -> Wide:
+        if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
+            raise NotUnderstood("a sum with alpha reads the logits")
+        a, b = (self._as_wide(arg, shape_of(node), like) for arg in node.args)
+        minus = node.target in (aten.sub.Tensor, aten.sub.Scalar)
+        return a.plus(b.scaled(MINUS) if minus else b)
+
+    def _neg(self, node: fx.Node, like: Wide) -> Wide:
+        return self._as_wide(node.args[0], shape_of(node), like).scaled(MINUS)
+
+    def _mul(self, node: fx.Node, like: Wide) -> Wide:
+        a, b = (self._operand(arg, shape_of(node), like) for arg in node.args[:2])
+        if node.target in (aten.div.Tensor, aten.div.Scalar):
+            if isinstance(b, Wide) or len(node.args) > 2 or node.kwargs:
+                raise NotUnderstood("something is divided by the logits")
+            b = const(1 / b.constant) if b.constant else Expr("inverse", (b,))
+        if isinstance(a, Wide) and isinstance(b, Wide):
+            return _times(a, b) or _times(b, a) or _refuse("logits are multiplied with each other")
+        if isinstance(b, Wide):
+            return b.scaled(a)  # type: ignore[arg-type]
+        if isinstance(a, Wide):
+            return a.scaled(b)
+        raise NotUnderstood("numbers per row and per column are combined")
+
+    def _where(self, node: fx.Node, like: Wide) -> Wide:
+        shape = shape_of(node)
+        condition = self._operand(node.args[0], shape, like)
+        if isinstance(condition, Wide) or condition.op != "rows":
+            raise NotUnderstood("a mask hides some of the logits of a row")
+        a, b = (self._as_wide(arg, shape, like) for arg in node.args[1:])
+        zero = const(0)
+        yes = a.mapped(lambda c: Expr("where", (*condition.args, c, zero)))
+        return yes.plus(b.mapped(lambda c: Expr("where", (*condition.args, zero, c))))
+
+    def _tanh(self, node: fx.Node, like: Wide) -> Wide:
+        like = self._source(node)
+        (term,) = like.terms if len(like.terms) == 1 else (None,)
+        if term is None or term.basis.kind != "y" or term.coefficient.constant is None:
+            raise NotUnderstood("tanh of something other than the scaled product")
+        basis = Basis("tanh", term.coefficient.constant)
+        return Wide((Term(basis, ONE),), like.axis, like.window)
+
+    def _exp(self, node: fx.Node, like: Wide) -> Wide:
+        shift = self._shift(self._source(node))
+        return Wide((Term(Basis("p"), exp(LSE.plus(shift))),), like.axis, like.window)
+
+    def _scatter(self, node: fx.Node, like: Wide) -> Wide:
+        into, dim, index, source = node.args[:4]
+        shape = shape_of(node)
+        if not _is_zero(into) or dim % len(shape) != like.axis or node.kwargs:  # type: ignore[operator]
+            raise NotUnderstood("a scatter into something other than zeros")
+        found = self._index(index, shape, like)  # type: ignore[arg-type]
+        value = self._operand(source, shape, like)
+        if isinstance(value, Wide):
+            raise NotUnderstood("more than one column a row is scattered")
+        return Wide((Term(Basis("onehot", found), value),), like.axis, like.window)
+
+    # Some of the rows
+
+    def _slice(self, node: fx.Node, like: Wide) -> Wide:
+        found = self._source(node)
+        cut = _cut(node, shape_of(node.args[0]), found.axis)
+        return Wide(found.terms, found.axis, (*found.window, cut) if cut else found.window)
+
+    def _slice_scatter(self, node: fx.Node, like: Wide) -> Wide:
+        into, source = node.args[:2]
+        if not _is_zero(into) or source not in self.wide:
+            raise NotUnderstood("a slice is put into something other than zeros")
+        cut = _cut(node, shape_of(node), like.axis)
+        return self._widened(self.wide[source], cut)  # type: ignore[index]
+
+    def _pad(self, node: fx.Node, like: Wide) -> Wide:
+        pads, value = list(node.args[1]), node.args[2] if len(node.args) > 2 else 0  # type: ignore[arg-type]
+        found, shape = self._source(node), shape_of(node)
+        for place in range(0, len(pads), 2):
+            dim, (before, after) = len(shape) - 1 - place // 2, pads[place : place + 2]
+            if not before and not after:
+                continue
+            if value != 0 or dim == like.axis or not all(isinstance(n, int) for n in shape):
+                raise NotUnderstood("padding of the vocabulary, or by something other than zero")
+            lead = dim - (dim > like.axis)
+            cut = Cut(_without(shape, like.axis, drop=True), lead, before, shape[dim] - after)
+            found = self._widened(found, cut)
+        return found
+
+    def _widened(self, found: Wide, cut: Cut | None) -> Wide:
+        """``found`` with zeros for the rows that ``cut`` had left out."""
+        if cut is None:
+            return found
+        if not found.window or found.window[-1] != cut:
+            raise NotUnderstood("rows are put back elsewhere than they were taken from")
+        terms = found.mapped(lambda c: Expr("widen", (c, cut))).terms
+        return Wide(terms, found.axis, found.window[:-1])
+
+    # Reductions
+
+    def _reduce(self, node: fx.Node, like: Wide) -> None:
+        rank = len(shape_of(node.args[0]))
+        dims = {d % rank for d in node.args[1] or range(rank)}  # type: ignore[union-attr]
+        if dims == {like.axis}:
+            if node.target is aten.amax.default:
+                self.results[node] = Expr("linear", (MAX.plus(self._shift(like)),))
+            else:
+                mean = node.target is aten.mean.dim
+                self.results[node] = self._summed(like) * const(1 / self.outputs if mean else 1)
+        elif node.target is aten.sum.dim_IntList and dims == set(range(rank)) - {like.axis}:
+            self.readers[node] = like
+        else:
+            raise NotUnderstood("the logits are also reduced over more than the vocabulary")
+
+    def _summed(self, found: Wide) -> Expr:
+        return total_of(self._row_sum(term) * term.coefficient for term in found.terms)
+
+    def _row_sum(self, term: Term) -> Expr:
+        kind, what = term.basis.kind, term.basis.what
+        if term.slope:
+            raise NotUnderstood("the gradient of capped logits is summed over the vocabulary")
+        if kind in ("p", "onehot"):
+            return ONE
+        if kind == "one":
+            return const(self.outputs)
+        if kind == "column":
+            return Expr("column_sum", (what,))
+        basis, column = what if kind == "weighted" else (term.basis, None)
+        if basis.kind not in ("y", "tanh") or (self.needs_total and self.column is not column):
+            raise NotUnderstood(f"a sum over the vocabulary of {kind}")
+        self.needs_total, self.column = True, column
+        return Expr("total") * const(1 / self._outer(basis))
+
+    def _gathered(self, node: fx.Node, like: Wide) -> Expr:
+        if node.args[1] % _rank(node) != like.axis:  # type: ignore[operator]
+            raise NotUnderstood("rows of the logits are gathered")
+        index = self._index(node.args[2], shape_of(node), like)  # type: ignore[arg-type]
+        return total_of(self._picked(term, index) * term.coefficient for term in like.terms)
+
+    def _picked(self, term: Term, index: Index) -> Expr:
+        kind, what = term.basis.kind, term.basis.what
+        if kind == "one":
+            return ONE
+        if kind == "column":
+            return Expr("take", (what, index))
+        basis, factor = term.basis, ONE
+        if kind == "weighted":
+            basis, factor = what[0], Expr("take", (what[1], index))
+        if basis.kind not in ("y", "tanh") or term.slope:
+            raise NotUnderstood(f"one column a row is picked of {kind}")
+        return Expr("picked", (index,)) * const(1 / self._outer(basis)) * factor
+
+    # The logits themselves
+
+    def _outer(self, basis: Basis) -> float:
+        """What the product (or its tanh) is multiplied by to be the logits."""
+        inner, cap, outer = self.form or (1.0, False, 0.0)
+        if self.form is None or (cap, inner) != (basis.kind == "tanh", basis.what or 1.0):
+            raise NotUnderstood("the loss reads the logits before or after a scale or cap")
+        return outer
+
+    def _shift(self, found: Wide) -> Linear:
+        """``found`` is the logits plus this; fixes what "the logits" are when first asked."""
+        logit = [t for t in found.terms if t.basis.kind in ("y", "tanh")]
+        rest = [t for t in found.terms if t.basis.kind == "one"]
+        if len(logit) != 1 or len(rest) + 1 != len(found.terms):
+            raise NotUnderstood("an exponential of more than the logits and a shift per row")
+        outer, basis = logit[0].coefficient.constant, logit[0].basis
+        if outer is None or outer <= 0 or logit[0].slope:
+            raise NotUnderstood("logits whose scale is not a positive number")
+        form = (basis.what or 1.0, basis.kind == "tanh", outer)
+        if self.form not in (None, form):
+            raise NotUnderstood("two losses read differently scaled logits")
+        self.form = form
+        shift = Linear()
+        for term in rest:
+            shift = shift.plus(self._linear(term.coefficient))
+        return shift
+
+    def _linear(self, expr: Expr) -> Linear:
+        """``expr`` as a sum of quantities that we may know to cancel."""
+        if expr.op == "rows":
+            meaning = self.meaning(expr.args[0])
+            return meaning if isinstance(meaning, Linear) else Linear(((expr, 1.0),))
+        if expr.op == "linear":
+            return expr.args[0]
+        if expr.op == "add":
+            return self._linear(expr.args[0]).plus(self._linear(expr.args[1]))
+        if expr.op == "mul" and expr.args[0].constant is not None:
+            return Linear().plus(self._linear(expr.args[1]), expr.args[0].constant)
+        raise NotUnderstood("an exponential of logits shifted by something else than a row's number")
+
+    def meaning(self, node: fx.Node) -> Linear | Expr:
+        """What a node of one number a row is, in terms of the statistics if it is made of them."""
+        while node.target in _FLAT and node not in self.results:
+            node = node.args[0]  # type: ignore[assignment]
+        if node in self.results:
+            found = self.results[node]
+            return found.args[0] if found.op == "linear" else found
+        if node.target is aten.log.default:
+            inside = self.meaning(node.args[0])  # type: ignore[arg-type]
+            if isinstance(inside, Expr) and inside.op == "exp":
+                return inside.args[0]
+        operands = [a for a in node.args if isinstance(a, fx.Node)]
+        if node.target in (aten.add.Tensor, aten.sub.Tensor) and len(operands) == 2:
+            if not node.kwargs and numel(operands[0]) == numel(operands[1]) == numel(node):
+                a, b = (self.meaning(n) for n in operands)
+                if isinstance(a, Linear) and isinstance(b, Linear):
+                    return a.plus(b, 1.0 if node.target is aten.add.Tensor else -1.0)
+        return Linear(((Expr("rows", (node, None)), 1.0),))
+
+
+_RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
+    **dict.fromkeys(COPIES, Reading._same),
+    **dict.fromkeys(RESHAPES | SQUEEZES, Reading._reshape),
+    **dict.fromkeys(
+        (aten.permute.default, aten.transpose.int, aten.t.default), Reading._permute
+    ),
+    **dict.fromkeys(_ADDS, Reading._add),
+    **dict.fromkeys(_MULS, Reading._mul),
+    **dict.fromkeys(
+        (aten.scatter.value, aten.scatter.src, aten.scatter_add.default), Reading._scatter
+    ),
+    aten.expand.default: Reading._expand,
+    aten.full.default: Reading._full,
+    aten.neg.default: Reading._neg,
+    aten.where.self: Reading._where,
+    aten.tanh.default: Reading._tanh,
+    aten.exp.default: Reading._exp,
+    aten.slice.Tensor: Reading._slice,
+    aten.slice_scatter.default: Reading._slice_scatter,
+    aten.constant_pad_nd.default: Reading._pad,
+}
+
+
+def _refuse(why: str) -> Wide:
+    raise NotUnderstood(why)
+
+
+def _times(a: Wide, b: Wide) -> Wide | None:
+    """Their product, if ``b`` is a cap's slope, a number per row or per column, or ``a``'s tanh."""
+    if _is_slope(b) and not any(t.slope for t in a.terms):
+        terms = tuple(Term(t.basis, t.coefficient, True) for t in a.terms)
+        return Wide(terms, a.axis, a.window)
+    if len(b.terms) != 1 or b.terms[0].slope:
+        return Wide((), a.axis, a.window) if not b.terms else None
+    (factor,) = b.terms
+    if factor.basis.kind == "one":
+        return a.scaled(factor.coefficient)
+    if factor.basis.kind == "column":
+        terms = tuple(_weighted(t, factor.basis.what) for t in a.terms)
+        return Wide(joined(terms), a.axis, a.window).scaled(factor.coefficient) if all(terms) else None
+    if factor.basis.kind == "tanh" and a.terms == b.terms:
+        square = Term(Basis("tanh2", factor.basis.what), factor.coefficient * factor.coefficient)
+        return Wide((square,), a.axis, a.window)
+    return None
+
+
+def _weighted(term: Term, column: fx.Node) -> Any:
+    kind = term.basis.kind
+    if kind == "onehot":
+        weight = Expr("take", (column, term.basis.what))
+        return Term(term.basis, term.coefficient * weight, term.slope)
+    if kind == "one":
+        return Term(Basis("column", column), term.coefficient, term.slope)
+    if kind in ("y", "tanh"):
+        return Term(Basis("weighted", (term.basis, column)), term.coefficient, term.slope)
+    return None
+
+
+def _is_slope(found: Wide) -> bool:
+    """1 - tanh^2."""
+    parts = {t.basis.kind: t.coefficient.constant for t in found.terms if not t.slope}
+    return len(found.terms) == 2 and parts == {"one": 1.0, "tanh2": -1.0}
+
+
+def _cut(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
+    """The rows that a slice (or slice_scatter) of a tensor of ``shape`` is about; None: all."""
+    first = 1 if node.target is aten.slice.Tensor else 2
+    dim, start, stop, step = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
+    dim = dim % len(shape)
+    start, stop = start or 0, shape[dim] if stop is None else stop
+    if start == 0 and (stop is shape[dim] or (isinstance(stop, int) and stop >= 2**62)):
+        return None
+    if dim == axis or step != 1 or not all(isinstance(n, int) for n in (*shape, start, stop)):
+        raise NotUnderstood("some of the vocabulary is cut off, or rows of a dynamic length")
+    start, stop, _ = slice(start, stop).indices(shape[dim])
+    lead = _without(shape, axis, drop=True)
+    return Cut(lead, dim - (dim > axis), start, stop)
+
+
+def _column(node: fx.Node) -> tuple[Expr, fx.Node]:
+    """(factor, base [O]) of what is the same in every row."""
+    base = strip(node, _FLAT | {aten.expand.default})
+    if base.target is aten.mul.Tensor:
+        for scalar, other in (base.args, base.args[::-1]):
+            if isinstance(scalar, fx.Node) and numel(scalar) == 1 and isinstance(other, fx.Node):
+                factor, column = _column(other)
+                return Expr("rows", (scalar, None)) * factor, column
+    return ONE, base
+
+
+def signature(node: Any, depth: int = 6) -> str:
+    """Text that is equal for nodes that compute the same numbers in the same order."""
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    while node.target in _FLAT - CASTS:
+        node = node.args[0]
+    if node.op != "call_function" or not depth:
+        return node.name
+    if node.target is aten.scalar_tensor.default:
+        return repr(node.args[0])
+    inside = ",".join(signature(arg, depth - 1) for arg in node.args)
+    return f"{node.target}({inside})" if not node.kwargs else node.name
+
+
+def shape_of(node: Any) -> Shape:
+    """Sizes of a node's tensor."""
+    return tuple(node.meta["val"].shape)
+
+
+def numel(node: Any) -> int:
+    """Number of elements, symbolic sizes by hint."""
+    return math.prod(map(hint, shape_of(node)))
+
+
+def _rank(node: Any) -> int:
+    return len(shape_of(node))
+
+
+def _without(shape: Sequence[Any], axis: int, drop: bool = False) -> Shape:
+    """``shape`` with 1 (or nothing) in the place of ``axis``."""
+    return (*shape[:axis], *(() if drop else (1,)), *shape[axis + 1 :])
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] == 0
