@@ -26,6 +26,7 @@ from .passes.match import GraphInputs
 from .passes.observe import Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
+from .returned import detach_logits, tied
 from .runtime.providers import runtime_version
 from .schedule import Scheduled
 
@@ -69,7 +70,16 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+    count = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    gm, logits = detach_logits(gm, config)
     graph = _Graph(gm, example_inputs, inner_compile, patches, recorder)
+    return tied(_compiled(graph, config, monitor, observer), logits, count)
+
+
+def _compiled(
+    graph: _Graph, config: HotConfig, monitor: Monitor | None, observer: Observer | None
+) -> Callable[..., Any]:
+    """The graph as the options say."""
     if config.lqs == "auto" and observer is None:
         return _auto(graph, config, monitor)
     profile = Profile.load(config.profile) if config.profile else None
