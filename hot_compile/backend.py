@@ -18,6 +18,7 @@ from .auto import Notes, Observing, code_being_compiled, graph_digest, twin
 from .calibration import Collector
 from .config import HotConfig, split_options
 from .errors import PassDisabledError
+from .frameworks import trace_past_warnings
 from .inspect import Dump, run_uncompiled
 from .monitor import Gauge, Monitor, Watched, monitor_of
 from .passes.devices import pricing
@@ -64,6 +65,7 @@ def hot(
         ProfileFormatError, ProfileMismatchError: option ``profile`` names a file that is no
             profile, or one of another model.
     """
+    trace_past_warnings()
     ours, theirs = split_options(options)
     monitor = monitor_of(ours)
     config = HotConfig.from_options(ours)
@@ -88,6 +90,7 @@ def _compiled(
     return _final(graph, config, profile, monitor)
 
 
+trace_past_warnings()  # Dynamo traces a model before it calls us: this cannot wait until then
 hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
 
 

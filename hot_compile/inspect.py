@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from .config import Strategy
 from .passes.crossing import Crossing
+from .passes.head.plan import HeadDecision
 from .passes.plan import Decision, Plan
 
 NO_PLAN = Plan("exact", ())
@@ -110,7 +111,8 @@ class Explanation:
     def plan(self) -> Plan:
         """All layers of all graphs, in order."""
         recipe = self.graphs[0].plan.recipe if self.graphs else "hot"
-        return Plan(recipe, tuple(d for graph in self.graphs for d in graph.plan))
+        heads = tuple(h for graph in self.graphs for h in graph.plan.heads)
+        return Plan(recipe, tuple(d for graph in self.graphs for d in graph.plan), heads)
 
     @property
     def held_bytes(self) -> int:
@@ -148,6 +150,8 @@ class Explanation:
         console = Console(width=140, record=False)
         with console.capture() as capture:
             console.print(self.table())
+            if self.plan.heads:
+                console.print(head_table(self.plan.heads))
             before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
             console.print(
                 f"held between forward and backward: {megabytes(self.held_bytes)} "
@@ -178,6 +182,21 @@ def _row(d: Decision, stored: int) -> tuple[str, ...]:
         "" if exact else megabytes(stored),
         d.reason or ("" if stored or not d.gw else "x is recomputed, or kept for another reader"),
     )
+
+
+def head_table(heads: Sequence[HeadDecision]) -> Table:
+    """Heads: name, shape, in chunks or not and why, bytes of logits and gradient that never are."""
+    title = "heads with their losses, exact"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in ("head", "L x O x I", "logits", "a chunk", "never exist", "in chunks", "why"):
+        sizes = column in ("logits", "a chunk", "never exist")
+        table.add_column(column, justify="right" if sizes else "left", overflow="fold")
+    for head in heads:
+        sizes = (head.chunk_bytes, head.bytes_left_out) if head.chunked else ()
+        shown = [megabytes(n) for n in sizes] or ["", ""]
+        shape, whole = " x ".join(head.shape), megabytes(head.logits_bytes)
+        table.add_row(head.name, shape, whole, *shown, head.way, head.reason)
+    return table
 
 
 def megabytes(count: int) -> str:

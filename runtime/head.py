@@ -93,8 +93,8 @@ def _head_statistics(
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
     with _exact(x.device):
-        for rows, y in _row_chunks(x, weight, bias, False):
-            _hand_out(logits, rows, y, form)
+        for rows, room in _row_chunks(x, weight, False):
+            y = _logits_of(x, weight, bias, rows, room, logits, form)
             chunk = Chunk(y, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows])
     return statistics, logits
@@ -118,17 +118,17 @@ def _head_both(
     logits = _logits(x, weight, logits_dtype)
     grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, torch.float32)
     with _exact(x.device):
-        for rows, y in _row_chunks(x, weight, bias, wanted[1]):
-            _hand_out(logits, rows, y, form)
+        for rows, g in _row_chunks(x, weight, wanted[1]):
+            y = _logits_of(x, weight, bias, rows, g, logits, form)
             chunk = Chunk(y, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows])
-            chunk_gradient(chunk, statistics[1, rows], Gradient(y, coefficients[:, rows]))
+            chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
             if wanted[0]:
-                torch.mm(y, weight, out=grad_x[rows])
+                torch.mm(g, weight, out=grad_x[rows])
             if wanted[1]:
-                _add_product(grad_weight, y.t(), x[rows])
+                _add_product(grad_weight, g.t(), x[rows])
             if wanted[2]:
-                grad_bias += y.sum(0, dtype=torch.float32)
+                grad_bias += g.sum(0, dtype=torch.float32)
     return statistics, logits, grad_x, grad_weight, grad_bias
 
 
@@ -174,10 +174,8 @@ def _head_gradients(
     return grad_x.copy_(sum_x) if wanted[0] else grad_x, grad_weight, grad_bias
 
 
-def _row_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, grad_weight: bool
-) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their y in a buffer that the next chunk overwrites), over all rows."""
+def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, room for as many rows of y, which the next chunk gets, too), over all rows."""
     rows, inputs = x.shape
     outputs, itemsize = weight.shape[0], x.element_size()
     size = chunk_rows(rows, outputs, inputs, itemsize, grad_weight)
@@ -185,9 +183,31 @@ def _row_chunks(
     buffer = x.new_empty((min(size, rows), padded))
     for first in range(0, rows, size):
         place = slice(first, min(first + size, rows))
-        y = buffer[: place.stop - first, :outputs]
-        _product(x[place], weight, bias, y)
-        yield place, y
+        yield place, buffer[: place.stop - first, :outputs]
+
+
+def _logits_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: slice,
+    room: Tensor,
+    logits: Tensor,
+    form: Form,
+) -> Tensor:
+    """y of some rows; also written to the caller's ``logits``, if there is a caller.
+
+    Straight into them, where they are y itself and their rows begin where a product likes it.
+    """
+    plain = not form.cap and form.outer == 1
+    if logits.numel() and plain and logits.dtype == x.dtype and logits.shape[1] % _ALIGN == 0:
+        room = logits[rows]
+        _product(x[rows], weight, bias, room)
+        return room
+    _product(x[rows], weight, bias, room)
+    if logits.numel():
+        logits[rows] = room if plain else form(room)
+    return room
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -205,12 +225,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
     else:
         total += a @ b
-
-
-def _hand_out(logits: Tensor, rows: slice, y: Tensor, form: Form) -> None:
-    """Write the caller's logits of these rows, if there is a caller."""
-    if logits.numel():
-        logits[rows] = y if not form.cap and form.outer == 1 else form(y)
 
 
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:

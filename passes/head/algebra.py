@@ -18,6 +18,14 @@ from torch import fx
 
 
 @dataclasses.dataclass(frozen=True)
+class Symbolic:
+    """A size that is not known until run time: comparing it must add no guard."""
+
+    text: str
+    hint: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Linear:
     """A sum of multiples of row quantities: what logits are shifted by before ``exp``.
 

@@ -12,8 +12,7 @@ from torch import fx
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
 from hot_compile.passes.head.algebra import Cut, Expr, Linear, Window
-from hot_compile.passes.head.reading import NotUnderstood, numel, shape_of
-from hot_compile.passes.site import hint
+from hot_compile.passes.head.reading import NotUnderstood, count, numel, shape_of
 
 Leaf = Callable[[fx.Node], fx.Node]
 _STATISTICS = {"max": 0, "lse": 1, "picked": 2, "total": 3}
@@ -48,7 +47,7 @@ class RowWriter:
     def flat(self, node: fx.Node, shape: Any = None) -> fx.Node:
         """``node`` as it is broadcast to ``shape``, flattened; [1] if it is one number."""
         node = self._leaf(node)
-        if shape is not None and numel(node) not in (1, math.prod(map(hint, shape))):
+        if shape is not None and numel(node) not in (1, count(shape)):
             if not all(isinstance(n, int) for n in shape):
                 raise NotUnderstood("numbers that several rows of dynamic length share")
             node = self.emit(aten.expand.default, node, list(shape))

@@ -19,6 +19,7 @@ from hot_compile.passes.head.find import Head
 from hot_compile.passes.head.reading import NotUnderstood, numel, shape_of
 
 _KEEPING = VIEWS | CASTS | {aten.neg.default, aten.clone.default}
+_PLACING = {aten.select_scatter.default, aten.slice_scatter.default}
 _STATISTICS = {"exp", "linear", "picked", "total"}
 
 
@@ -91,6 +92,9 @@ class ScalarTangent:
             over = node.args[1]
             below = self._degree_of(over) if isinstance(over, fx.Node) else 0
             return max(parts) if not below else 2
+        if node.target in _PLACING:
+            base, source = node.args[:2]
+            return self._degree_of(source) if _is_zero(base) else 2  # type: ignore[arg-type]
         if node.target is aten.where.self:
             parts = [self._degree_of(n) for n in node.args[1:] if not _is_zero(n)]  # type: ignore[arg-type]
             return parts[0] if len(set(parts)) == 1 else 2

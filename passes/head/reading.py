@@ -23,6 +23,7 @@ from hot_compile.passes.head.algebra import (
     Expr,
     Index,
     Linear,
+    Symbolic,
     Term,
     Wide,
     Window,
@@ -144,7 +145,7 @@ class Reading:
 
     def _index(self, node: fx.Node, shape: Shape, like: Wide) -> Index:
         found = Index(signature(node), node, _without(shape, like.axis))
-        if numel(node) != math.prod(map(hint, found.shape)):
+        if numel(node) != count(found.shape):
             raise NotUnderstood("more than one column a row is picked")
         if self.index is None:
             self.index, self.index_window = found, like.window
@@ -528,8 +529,14 @@ def _rank(node: Any) -> int:
 
 
 def _without(shape: Sequence[Any], axis: int, drop: bool = False) -> Shape:
-    """``shape`` with 1 (or nothing) in the place of ``axis``."""
-    return (*shape[:axis], *(() if drop else (1,)), *shape[axis + 1 :])
+    """``shape`` with 1 (or nothing) in the place of ``axis``; what is symbolic as ``Symbolic``."""
+    known = [n if isinstance(n, int) else Symbolic(str(n), hint(n)) for n in shape]
+    return (*known[:axis], *(() if drop else (1,)), *known[axis + 1 :])
+
+
+def count(shape: Shape) -> int:
+    """Elements of a shape as ``Expr`` holds it."""
+    return math.prod(n.hint if isinstance(n, Symbolic) else n for n in shape)
 
 
 def _is_one(size: Any) -> bool:

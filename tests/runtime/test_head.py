@@ -115,8 +115,15 @@ def test_what_is_not_finite_propagates_as_in_the_definition(value):
     torch.testing.assert_close(
         got[0], reference_head.statistics(z, target, column), equal_nan=True, atol=1e-4, rtol=1e-4
     )
+    lse = reference_head.statistics(z, target, column)[1]
+    gradient = reference_head.logits_gradient(
+        z, lse, coefficients, target, column, None, 1.0, *FORMS["plain"]
+    )
+    for one, other in zip(
+        got[2:], reference_head.products(x, weight, gradient, (True,) * 3), strict=True
+    ):
+        assert torch.equal(one.isfinite(), other.isfinite())
     assert got[2][3].isnan().all() and got[2][:3].isfinite().all()
-    assert got[3].isnan().all()
 
 
 @pytest.mark.parametrize("label", [-1, OUTPUTS])
@@ -146,6 +153,19 @@ def test_autocast_around_the_step_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         for got, want in zip(torch.ops.hot.head_both(*given, *rest), expected, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("outputs", [288, OUTPUTS])
+def test_logits_for_the_caller_are_the_product(outputs):
+    """Written by the product itself where their rows are aligned, copied where they are not."""
+    x, weight = torch.randn(50, INPUTS), torch.randn(outputs, INPUTS)
+    target, coefficients = torch.randint(0, outputs, (50,)), torch.ones(3, 50)
+    rest = (target, None, coefficients, *FORMS["plain"])
+    got = torch.ops.hot.head_both(x, weight, None, *rest, torch.float32, [True] * 3)
+    without = torch.ops.hot.head_both(x, weight, None, *rest, None, [True] * 3)
+    torch.testing.assert_close(got[1], x @ weight.t())
+    for one, other in zip(got[2:], without[2:], strict=True):
+        assert torch.equal(one, other)
 
 
 def test_chunks_cover_the_rows_evenly():
