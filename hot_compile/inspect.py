@@ -192,8 +192,8 @@ def head_table(heads: Sequence[HeadDecision]) -> Table:
         sizes = column in ("logits", "a chunk", "never exist")
         table.add_column(column, justify="right" if sizes else "left", overflow="fold")
     for head in heads:
-        sizes = (head.chunk_bytes, head.bytes_left_out) if head.chunked else ()
-        shown = [megabytes(n) for n in sizes] or ["", ""]
+        saved = (head.chunk_bytes, head.bytes_left_out)
+        shown = [megabytes(n) if head.chunked else "" for n in saved]
         shape, whole = " x ".join(head.shape), megabytes(head.logits_bytes)
         table.add_row(head.name, shape, whole, *shown, head.way, head.reason)
     return table

@@ -139,9 +139,7 @@ def _chain(node: Any, least: int) -> list[fx.Node] | None:
     chain = [node]
     while chain[0].target not in _PRODUCTS:
         first = chain[0]
-        known = first.target in (
-            _CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS
-        )
+        known = first.target in (_CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS)
         if not known or len(first.all_input_nodes) != 1:
             return None
         chain.insert(0, first.all_input_nodes[0])

@@ -151,7 +151,7 @@ class Basis:
 
     ``kind``: "one"; "column" (the same row everywhere: ``what``, a node [O]); "y", the product
     itself; "tanh", tanh(inner * y) with ``what`` = inner; "tanh2", its square; "p",
-    exp(z - lse); "onehot" (``what``: an Index); "extra" (``what``: a node, a gradient from outside).
+    exp(z - lse); "onehot" (``what``: an Index); "extra" (``what``: a node, a gradient of outside).
     """
 
     kind: str

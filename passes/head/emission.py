@@ -84,6 +84,7 @@ class RowWriter:
             a, b = b, a
         if isinstance(a, fx.Node):
             return self.emit(op, a, b)
+        assert not isinstance(b, fx.Node)
         return a * b if op is aten.mul.Tensor else a + b
 
     def _inverse(self, window: Window, a: Expr) -> fx.Node | float:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
 from hot_compile.passes.graph import aten, closure, is_tangent, module_path, reaches, untranspose
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
-from hot_compile.passes.head.reading import _RULES, NotUnderstood, Reading, shape_of
+from hot_compile.passes.head.reading import RULES, NotUnderstood, Reading, args_of, shape_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """The gradient of the logits: A p + B onehot + C column + scale * extra (``reference_head``)."""
+    """The logits' gradient: A p + B onehot + C column + scale * extra (``reference_head.py``)."""
 
     a: Expr
     b: Expr
@@ -87,7 +86,7 @@ def _candidates(graph: fx.Graph, gradients: set[fx.Node]) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.target not in (aten.mm.default, aten.addmm.default) or node in gradients:
             continue
-        if reaches(node, set(_RULES), lambda user: user.target is aten.amax.default):
+        if reaches(node, set(RULES), lambda user: user.target is aten.amax.default):
             yield node
 
 
@@ -144,14 +143,14 @@ class _Readers:
         if node.target is aten.sum.dim_IntList:
             return self.biases
         if node.target is aten.mm.default:
-            a, b = node.args
+            a, b = args_of(node)
             if a in wide and b not in wide:
-                if wide[a].axis == 1 and untranspose(b) == self._weight:  # type: ignore[arg-type]
+                if wide[a].axis == 1 and untranspose(b) == self._weight:
                     return self.inputs
-                if wide[a].axis == 0 and untranspose(b) == self._x:  # type: ignore[arg-type]
+                if wide[a].axis == 0 and untranspose(b) == self._x:
                     return self.weights
             elif b in wide and a not in wide and wide[b].axis == 1:
-                base, flip = untranspose(a)  # type: ignore[arg-type]
+                base, flip = untranspose(a)
                 if (base, not flip) == self._x:
                     return self.weights
         raise NotUnderstood("the logits, or their gradient, are read by another product")

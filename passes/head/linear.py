@@ -121,6 +121,7 @@ class Units:
         self._made: dict[fx.Node, fx.Node] = {}
 
     def __call__(self, node: fx.Node) -> fx.Node:
+        """``node``, or what it would be."""
         if node not in self._dependent:
             return node
         if node not in self._made:
@@ -133,7 +134,9 @@ class Units:
             device, dtype = value.device, value.dtype
             return self._emit(aten.full.default, [], 1, dtype=dtype, device=device)
         if node in self._results:
-            return as_result(self._emit, RowWriter(self._emit, None, self), node, self._results[node])
+            return as_result(
+                self._emit, RowWriter(self._emit, None, self), node, self._results[node]
+            )
         args, kwargs = fx.map_arg((node.args, node.kwargs), self)
         return self._emit(node.target, *args, **kwargs)
 
@@ -146,7 +149,7 @@ def as_result(
     found = write(expr, window)
     if not isinstance(found, fx.Node):
         found = emit(aten.full.default, [1], found, dtype=torch.float32, device=value.device)
-    sizes = [n if isinstance(n, int) else -1 for n in value.shape]
+    sizes: list[Any] = [n if isinstance(n, int) else -1 for n in value.shape]
     if numel(found) != numel(node):
         if -1 in sizes:
             raise NotUnderstood("one number for rows of a dynamic length")
@@ -164,5 +167,5 @@ def _reads_statistics(expr: Expr) -> bool:
 def _is_zero(node: Any) -> bool:
     zero = (aten.full.default, aten.scalar_tensor.default)
     if isinstance(node, fx.Node) and node.target in zero:
-        return node.args[-1 if node.target is zero[0] else 0] == 0
-    return node == 0
+        return bool(node.args[-1 if node.target is zero[0] else 0] == 0)
+    return not isinstance(node, fx.Node) and bool(node == 0)

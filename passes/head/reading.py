@@ -1,4 +1,4 @@
-"""Follows the logits of one product through the joint graph and says what every reader makes of them.
+"""Follows the logits of a product through the joint graph and says what readers make of them.
 
 An abstract interpretation: each node as wide as the vocabulary becomes a ``Wide``. Read-only. What
 is not understood raises ``NotUnderstood`` with the reason, and the head is left alone.
@@ -97,14 +97,14 @@ class Reading:
         if node.target in _SUMS or node.target is aten.amax.default:
             self._reduce(node, like)
             return
-        if node.target is aten.gather.default and node.args[0] in self.wide:
+        if node.target is aten.gather.default and args_of(node)[0] in self.wide:
             self.results[node] = self._gathered(node, like)
             return
         self.wide[node] = self._wide(node, like)
 
     def _wide(self, node: fx.Node, like: Wide) -> Wide:
         """``node``, which is as wide as the logits, its columns and rows as those of ``like``."""
-        rule = _RULES.get(node.target)
+        rule = RULES.get(node.target)
         if rule is None:
             name = getattr(node.target, "__name__", str(node.target))
             raise NotUnderstood(f"the logits are also read by {name}")
@@ -117,7 +117,7 @@ class Reading:
         if not isinstance(arg, fx.Node):
             return const(arg)
         if arg.target is aten.scalar_tensor.default:
-            return const(arg.args[0])  # type: ignore[arg-type]
+            return const(args_of(arg)[0])
         if arg in self.wide:
             found = self.wide[arg]
             if (found.axis, found.window) != (like.axis, like.window) or len(shape) != _rank(arg):
@@ -156,10 +156,10 @@ class Reading:
     # Elementwise rules
 
     def _same(self, node: fx.Node, like: Wide) -> Wide:
-        return self._as_wide(node.args[0], shape_of(node), like)
+        return self._as_wide(args_of(node)[0], shape_of(node), like)
 
     def _reshape(self, node: fx.Node, like: Wide) -> Wide:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        source: fx.Node = args_of(node)[0]
         before, after = shape_of(source), shape_of(node)
         if source not in self.wide:  # reached from its result
             axis = self._moved(after, like.axis, before)
@@ -179,10 +179,10 @@ class Reading:
         found = self._source(node)
         if node.target is aten.transpose.int or node.target is aten.t.default:
             order = list(range(_rank(node)))
-            a, b = (0, 1) if node.target is aten.t.default else node.args[1:]
-            order[a], order[b] = order[b], order[a]  # type: ignore[index]
+            a, b = (0, 1) if node.target is aten.t.default else args_of(node)[1:]
+            order[a], order[b] = order[b], order[a]
         else:
-            order = [n % _rank(node) for n in node.args[1]]  # type: ignore[union-attr]
+            order = [n % _rank(node) for n in args_of(node)[1]]
         axis = order.index(found.axis)
         if sorted(rest := order[:axis] + order[axis + 1 :]) != rest:
             raise NotUnderstood("rows of the logits change their order")
@@ -190,32 +190,32 @@ class Reading:
 
     def _source(self, node: fx.Node) -> Wide:
         """The first operand of a node that is only reached through it."""
-        if node.args[0] not in self.wide:
+        if args_of(node)[0] not in self.wide:
             raise NotUnderstood("logits meet a tensor of their size")
-        return self.wide[node.args[0]]  # type: ignore[index]
+        return self.wide[args_of(node)[0]]
 
     def _expand(self, node: fx.Node, like: Wide) -> Wide:
-        return self._as_wide(node.args[0], shape_of(node), like)
+        return self._as_wide(args_of(node)[0], shape_of(node), like)
 
     def _full(self, node: fx.Node, like: Wide) -> Wide:
-        value = const(node.args[1])  # type: ignore[arg-type]
+        value = const(args_of(node)[1])
         terms = () if value.constant == 0 else (Term(Basis("one"), value),)
         return Wide(terms, like.axis, like.window)
 
     def _add(self, node: fx.Node, like: Wide) -> Wide:
-        if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
+        if node.kwargs.get("alpha", 1) != 1 or len(args_of(node)) > 2:
             raise NotUnderstood("a sum with alpha reads the logits")
-        a, b = (self._as_wide(arg, shape_of(node), like) for arg in node.args)
+        a, b = (self._as_wide(arg, shape_of(node), like) for arg in args_of(node))
         minus = node.target in (aten.sub.Tensor, aten.sub.Scalar)
         return a.plus(b.scaled(MINUS) if minus else b)
 
     def _neg(self, node: fx.Node, like: Wide) -> Wide:
-        return self._as_wide(node.args[0], shape_of(node), like).scaled(MINUS)
+        return self._as_wide(args_of(node)[0], shape_of(node), like).scaled(MINUS)
 
     def _mul(self, node: fx.Node, like: Wide) -> Wide:
-        a, b = (self._operand(arg, shape_of(node), like) for arg in node.args[:2])
+        a, b = (self._operand(arg, shape_of(node), like) for arg in args_of(node)[:2])
         if node.target in (aten.div.Tensor, aten.div.Scalar):
-            if isinstance(b, Wide) or len(node.args) > 2 or node.kwargs:
+            if isinstance(b, Wide) or len(args_of(node)) > 2 or node.kwargs:
                 raise NotUnderstood("something is divided by the logits")
             b = const(1 / b.constant) if b.constant else Expr("inverse", (b,))
         if isinstance(a, Wide) and isinstance(b, Wide):
@@ -228,10 +228,10 @@ class Reading:
 
     def _where(self, node: fx.Node, like: Wide) -> Wide:
         shape = shape_of(node)
-        condition = self._operand(node.args[0], shape, like)
+        condition = self._operand(args_of(node)[0], shape, like)
         if isinstance(condition, Wide) or condition.op != "rows":
             raise NotUnderstood("a mask hides some of the logits of a row")
-        a, b = (self._as_wide(arg, shape, like) for arg in node.args[1:])
+        a, b = (self._as_wide(arg, shape, like) for arg in args_of(node)[1:])
         zero = const(0)
         yes = a.mapped(lambda c: Expr("where", (*condition.args, c, zero)))
         return yes.plus(b.mapped(lambda c: Expr("where", (*condition.args, zero, c))))
@@ -249,11 +249,11 @@ class Reading:
         return Wide((Term(Basis("p"), exp(LSE.plus(shift))),), like.axis, like.window)
 
     def _scatter(self, node: fx.Node, like: Wide) -> Wide:
-        into, dim, index, source = node.args[:4]
+        into, dim, index, source = args_of(node)[:4]
         shape = shape_of(node)
-        if not _is_zero(into) or dim % len(shape) != like.axis or node.kwargs:  # type: ignore[operator]
+        if not _is_zero(into) or dim % len(shape) != like.axis or node.kwargs:
             raise NotUnderstood("a scatter into something other than zeros")
-        found = self._index(index, shape, like)  # type: ignore[arg-type]
+        found = self._index(index, shape, like)
         value = self._operand(source, shape, like)
         if isinstance(value, Wide):
             raise NotUnderstood("more than one column a row is scattered")
@@ -263,18 +263,18 @@ class Reading:
 
     def _slice(self, node: fx.Node, like: Wide) -> Wide:
         found = self._source(node)
-        cut = _cut(node, shape_of(node.args[0]), found.axis)
+        cut = _cut(node, shape_of(args_of(node)[0]), found.axis)
         return Wide(found.terms, found.axis, (*found.window, cut) if cut else found.window)
 
     def _slice_scatter(self, node: fx.Node, like: Wide) -> Wide:
-        into, source = node.args[:2]
+        into, source = args_of(node)[:2]
         if not _is_zero(into) or source not in self.wide:
             raise NotUnderstood("a slice is put into something other than zeros")
         cut = _cut(node, shape_of(node), like.axis)
-        return self._widened(self.wide[source], cut)  # type: ignore[index]
+        return self._widened(self.wide[source], cut)
 
     def _pad(self, node: fx.Node, like: Wide) -> Wide:
-        pads, value = list(node.args[1]), node.args[2] if len(node.args) > 2 else 0  # type: ignore[arg-type]
+        pads, value = list(args_of(node)[1]), args_of(node)[2] if len(args_of(node)) > 2 else 0
         found, shape = self._source(node), shape_of(node)
         for place in range(0, len(pads), 2):
             dim, (before, after) = len(shape) - 1 - place // 2, pads[place : place + 2]
@@ -299,8 +299,8 @@ class Reading:
     # Reductions
 
     def _reduce(self, node: fx.Node, like: Wide) -> None:
-        rank = len(shape_of(node.args[0]))
-        dims = {d % rank for d in node.args[1] or range(rank)}  # type: ignore[union-attr]
+        rank = len(shape_of(args_of(node)[0]))
+        dims = {d % rank for d in args_of(node)[1] or range(rank)}
         if dims == {like.axis}:
             if node.target is aten.amax.default:
                 self.results[node] = Expr("linear", (MAX.plus(self._shift(like)),))
@@ -332,9 +332,9 @@ class Reading:
         return Expr("total") * const(1 / self._outer(basis))
 
     def _gathered(self, node: fx.Node, like: Wide) -> Expr:
-        if node.args[1] % _rank(node) != like.axis:  # type: ignore[operator]
+        if args_of(node)[1] % _rank(node) != like.axis:
             raise NotUnderstood("rows of the logits are gathered")
-        index = self._index(node.args[2], shape_of(node), like)  # type: ignore[arg-type]
+        index = self._index(args_of(node)[2], shape_of(node), like)
         return total_of(self._picked(term, index) * term.coefficient for term in like.terms)
 
     def _picked(self, term: Term, index: Index) -> Expr:
@@ -388,34 +388,34 @@ class Reading:
             return self._linear(expr.args[0]).plus(self._linear(expr.args[1]))
         if expr.op == "mul" and expr.args[0].constant is not None:
             return Linear().plus(self._linear(expr.args[1]), expr.args[0].constant)
-        raise NotUnderstood("an exponential of logits shifted by something else than a row's number")
+        raise NotUnderstood(
+            "an exponential of logits shifted by something else than a row's number"
+        )
 
     def meaning(self, node: fx.Node) -> Linear | Expr:
         """What a node of one number a row is, in terms of the statistics if it is made of them."""
         while node.target in _FLAT and node not in self.results:
-            node = node.args[0]  # type: ignore[assignment]
+            node = args_of(node)[0]
         if node in self.results:
             found = self.results[node]
             return found.args[0] if found.op == "linear" else found
         if node.target is aten.log.default:
-            inside = self.meaning(node.args[0])  # type: ignore[arg-type]
+            inside = self.meaning(args_of(node)[0])
             if isinstance(inside, Expr) and inside.op == "exp":
                 return inside.args[0]
-        operands = [a for a in node.args if isinstance(a, fx.Node)]
-        if node.target in (aten.add.Tensor, aten.sub.Tensor) and len(operands) == 2:
-            if not node.kwargs and numel(operands[0]) == numel(operands[1]) == numel(node):
-                a, b = (self.meaning(n) for n in operands)
-                if isinstance(a, Linear) and isinstance(b, Linear):
-                    return a.plus(b, 1.0 if node.target is aten.add.Tensor else -1.0)
+        operands = [a for a in args_of(node) if isinstance(a, fx.Node)]
+        plain = node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs
+        if plain and [numel(n) for n in operands] == [numel(node)] * 2:
+            a, b = (self.meaning(n) for n in operands)
+            if isinstance(a, Linear) and isinstance(b, Linear):
+                return a.plus(b, 1.0 if node.target is aten.add.Tensor else -1.0)
         return Linear(((Expr("rows", (node, None)), 1.0),))
 
 
-_RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
+RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
     **dict.fromkeys(COPIES, Reading._same),
     **dict.fromkeys(RESHAPES | SQUEEZES, Reading._reshape),
-    **dict.fromkeys(
-        (aten.permute.default, aten.transpose.int, aten.t.default), Reading._permute
-    ),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), Reading._permute),
     **dict.fromkeys(_ADDS, Reading._add),
     **dict.fromkeys(_MULS, Reading._mul),
     **dict.fromkeys(
@@ -449,7 +449,9 @@ def _times(a: Wide, b: Wide) -> Wide | None:
         return a.scaled(factor.coefficient)
     if factor.basis.kind == "column":
         terms = tuple(_weighted(t, factor.basis.what) for t in a.terms)
-        return Wide(joined(terms), a.axis, a.window).scaled(factor.coefficient) if all(terms) else None
+        return (
+            Wide(joined(terms), a.axis, a.window).scaled(factor.coefficient) if all(terms) else None
+        )
     if factor.basis.kind == "tanh" and a.terms == b.terms:
         square = Term(Basis("tanh2", factor.basis.what), factor.coefficient * factor.coefficient)
         return Wide((square,), a.axis, a.window)
@@ -477,7 +479,8 @@ def _is_slope(found: Wide) -> bool:
 def _cut(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
     """The rows that a slice (or slice_scatter) of a tensor of ``shape`` is about; None: all."""
     first = 1 if node.target is aten.slice.Tensor else 2
-    dim, start, stop, step = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
+    given, usual = args_of(node)[first:], [0, None, None, 1]
+    dim, start, stop, step = [*given, *usual[len(given) :]]
     dim = dim % len(shape)
     start, stop = start or 0, shape[dim] if stop is None else stop
     if start == 0 and (stop is shape[dim] or (isinstance(stop, int) and stop >= 2**62)):
@@ -493,7 +496,7 @@ def _column(node: fx.Node) -> tuple[Expr, fx.Node]:
     """(factor, base [O]) of what is the same in every row."""
     base = strip(node, _FLAT | {aten.expand.default})
     if base.target is aten.mul.Tensor:
-        for scalar, other in (base.args, base.args[::-1]):
+        for scalar, other in (args_of(base), args_of(base)[::-1]):
             if isinstance(scalar, fx.Node) and numel(scalar) == 1 and isinstance(other, fx.Node):
                 factor, column = _column(other)
                 return Expr("rows", (scalar, None)) * factor, column
@@ -505,13 +508,18 @@ def signature(node: Any, depth: int = 6) -> str:
     if not isinstance(node, fx.Node):
         return repr(node)
     while node.target in _FLAT - CASTS:
-        node = node.args[0]
+        node = args_of(node)[0]
     if node.op != "call_function" or not depth:
         return node.name
     if node.target is aten.scalar_tensor.default:
-        return repr(node.args[0])
-    inside = ",".join(signature(arg, depth - 1) for arg in node.args)
+        return repr(args_of(node)[0])
+    inside = ",".join(signature(arg, depth - 1) for arg in args_of(node))
     return f"{node.target}({inside})" if not node.kwargs else node.name
+
+
+def args_of(node: Any) -> tuple[Any, ...]:
+    """A node's arguments, of which rules know what they are."""
+    return node.args
 
 
 def shape_of(node: Any) -> Shape:
@@ -544,8 +552,12 @@ def _is_one(size: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
 
 
 def _is_zero(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] == 0
+    return (
+        isinstance(node, fx.Node)
+        and node.target is aten.full.default
+        and bool(args_of(node)[1] == 0)
+    )

@@ -1,4 +1,4 @@
-"""Heads and their losses in chunks: every form of loss against eager, what is refused, structure."""
+"""Heads and their losses in chunks: forms of loss against eager, refusals, structure."""
 
 import functools
 import re
@@ -152,7 +152,8 @@ def test_low_precision_is_no_further_from_fp64_than_eager(dtype, name):
 
 def test_fp16_waits_for_the_scale_of_its_loss():
     _, (head,) = chunked(Head(ce).half(), inputs(torch.float16))
-    assert head.way == BACKWARD and "underflow" in head.reason
+    assert head.way == BACKWARD
+    assert "underflow" in head.reason
 
 
 def test_autocast_is_seen_through():
@@ -182,7 +183,8 @@ def test_a_frozen_head_gets_no_gradient():
 def test_everything_ignored_is_nan_as_in_eager():
     nothing = functools.partial(ce, target=torch.full_like(TARGET, -100))
     got, (head,) = chunked(Head(nothing), inputs())
-    assert head.chunked and got[0].isnan()
+    assert head.chunked
+    assert got[0].isnan()
     for one, other in zip(got, outcome(Head(nothing), inputs(), "eager"), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
 
@@ -231,7 +233,9 @@ def test_lengths_may_change():
         got = [loss.detach(), *(p.grad for p in model.parameters())]
         assert error(got, outcome_of_eager(model, inputs()[:, :tokens])) < 1e-6
     (head,) = reports.graphs[0].plan.heads
-    assert len(reports.graphs) == 1 and head.chunked and not head.shape[0].isdigit()
+    assert len(reports.graphs) == 1
+    assert head.chunked
+    assert not head.shape[0].isdigit()
 
 
 def outcome_of_eager(model, x):
@@ -256,7 +260,7 @@ def two_labels(y):
 
 
 @pytest.mark.parametrize(
-    "loss, why",
+    ("loss", "why"),
     [
         (argmax_too, "also read by argmax"),
         (both_sides, "reduced over more than the vocabulary|change their order"),
@@ -267,12 +271,13 @@ def two_labels(y):
 )
 def test_logits_that_are_read_otherwise_stay_with_a_reason(loss, why):
     got, (head,) = chunked(Head(loss), inputs())
-    assert not head.chunked and re.search(why, head.reason)
+    assert not head.chunked
+    assert re.search(why, head.reason)
     assert error(got, outcome(Head(loss), inputs(), "eager")) < 1e-6
 
 
 @pytest.mark.parametrize(
-    "options, why",
+    ("options", "why"),
     [
         ({"head": "off"}, "head='off'"),
         ({"recipe": "exact"}, "head='off'"),
@@ -284,7 +289,8 @@ def test_logits_that_are_read_otherwise_stay_with_a_reason(loss, why):
 )
 def test_options_leave_a_head_alone(options, why):
     _, (head,) = chunked(Head(ce), inputs(), options)
-    assert not head.chunked and why in head.reason
+    assert not head.chunked
+    assert why in head.reason
 
 
 class Returning(Head):
@@ -303,7 +309,7 @@ def test_logits_of_the_caller_have_their_gradient(use):
             use
         ]
 
-    want = outcome(lambda_model(total), inputs(), "eager")
+    want = outcome(Total(total), inputs(), "eager")
     reports = Reports()
     model = Returning(ce, bias=True)
     backend = functools.partial(
@@ -319,7 +325,7 @@ def test_logits_of_the_caller_have_their_gradient(use):
     torch.testing.assert_close(result[1], Returning(ce, bias=True)(inputs())[1])
 
 
-class lambda_model(Returning):  # noqa: N801
+class Total(Returning):
     """The scalar that the caller makes of loss and logits."""
 
     def __init__(self, total):
