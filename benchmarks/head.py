@@ -6,8 +6,8 @@
 Forward and backward, bf16 autocast unless told otherwise, the configurations interleaved in one
 process; the figure is the best round. ``peak`` is above what stands before the step: weights, no
 gradients. ``returned``: the caller keeps the model's whole output, logits too, over the backward;
-``loss``: the model returns its loss only. ``liger`` is Liger's fused linear cross entropy in eager's
-place inside stock's graph (``pip install liger-kernel``; CUDA).
+``loss``: the model returns its loss only. ``liger`` is stock with Liger's fused linear cross
+entropy called by hand (``pip install liger-kernel``; CUDA).
 """
 
 from __future__ import annotations

@@ -72,10 +72,9 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-    count = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    gm, logits = detach_logits(gm, config)
-    graph = _Graph(gm, example_inputs, inner_compile, patches, recorder)
-    return tied(_compiled(graph, config, monitor, observer), logits, count)
+    own, logits = detach_logits(gm, config)
+    graph = _Graph(own, example_inputs, inner_compile, patches, recorder)
+    return tied(_compiled(graph, config, monitor, observer), logits, gm)
 
 
 def _compiled(

@@ -56,38 +56,57 @@ def detach_logits(gm: fx.GraphModule, config: HotConfig) -> tuple[fx.GraphModule
     """
     if config.head == "off" or not config.keep_head:
         return gm, []
-    own = twin(gm)
-    outputs = list(own.graph.output_node().args[0])  # type: ignore[arg-type]
-    given = [node for node in own.graph.nodes if node.op == "placeholder"]
-    found: list[Returned] = []
-    for place, node in enumerate(tuple(outputs)):
-        chain = _chain(node, config.head_min_bytes)
-        if chain is None or not _feeds_loss(chain[0]) or outputs.count(node) > 1:
-            continue
-        x, needed = _operands(chain)
-        if x is None or not all(n in given for n in needed):
-            continue
-        with own.graph.inserting_after(node):
-            detached = own.graph.call_method("detach", (node,))
-        detached.meta = dict(node.meta)
-        detached.meta["example_value"] = node.meta["example_value"].detach()
-        outputs[place] = detached
-        if x not in outputs:
-            outputs.append(x)
-        module = _module(own, chain, [x, *needed])
-        inputs = tuple(given.index(n) for n in needed)
-        found.append(Returned(place, module, outputs.index(x), inputs))
-    if not found:
+    outputs = gm.graph.output_node().args[0]
+    if not isinstance(outputs, (tuple, list)):  # a piece of DDP's
         return gm, []
-    own.graph.output_node().args = (tuple(outputs),)
+    places = [(n, chain) for n, node in enumerate(outputs) if (chain := _logits(node, config))]
+    places = [(n, chain) for n, chain in places if outputs.count(chain[-1]) == 1]
+    if not places:
+        return gm, []
+    own = twin(gm)
+    same = dict(zip(gm.graph.nodes, own.graph.nodes, strict=True))
+    given = [node for node in own.graph.nodes if node.op == "placeholder"]
+    returned = list(own.graph.output_node().args[0])  # type: ignore[arg-type]
+    found = []
+    for place, theirs in places:
+        chain = [same[node] for node in theirs]
+        x, *weights = chain[0].all_input_nodes
+        returned[place] = _detached(chain[-1])
+        if x not in returned:
+            returned.append(x)
+        module = _module(own, chain, [x, *weights])
+        inputs = tuple(given.index(n) for n in weights)
+        found.append(Returned(place, module, returned.index(x), inputs))
+    own.graph.output_node().args = (tuple(returned),)
     own.recompile()
     return own, found
 
 
-def tied(compiled: Callable[..., Any], found: Sequence[Returned], count: int) -> Callable[..., Any]:
-    """``compiled`` with its logits differentiable again; ``count``: outputs the caller knows."""
+def _logits(node: Any, config: HotConfig) -> list[fx.Node]:
+    """From the product to the output ``node``, if that is logits which a loss reads, too."""
+    chain = _chain(node, config.head_min_bytes)
+    if not chain or not _feeds_loss(chain[0]):
+        return []
+    x, *weights = chain[0].all_input_nodes
+    value = x.meta.get("example_value")
+    ours = isinstance(value, Tensor) and value.requires_grad and x.op != "placeholder"
+    return chain if ours and all(n.op == "placeholder" for n in weights) else []
+
+
+def _detached(node: fx.Node) -> fx.Node:
+    with node.graph.inserting_after(node):
+        detached = node.graph.call_method("detach", (node,))
+    detached.meta = {**node.meta, "example_value": node.meta["example_value"].detach()}
+    return detached
+
+
+def tied(
+    compiled: Callable[..., Any], found: Sequence[Returned], gm: fx.GraphModule
+) -> Callable[..., Any]:
+    """``compiled`` with its logits differentiable again, returning what Dynamo's ``gm`` does."""
     if not found:
         return compiled
+    count = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def call(*args: Any) -> Any:
         outputs = list(compiled(*args))
@@ -129,31 +148,21 @@ class _Tied(torch.autograd.Function):
         return (None, None, *(next(grads) if needed else None for needed in wanted))
 
 
-def _chain(node: Any, least: int) -> list[fx.Node] | None:
-    """The product and what follows it up to the output ``node``, or None."""
+def _chain(node: Any, least: int) -> list[fx.Node]:
+    """The product and what follows it up to the output ``node``; empty if there is none."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or not value.requires_grad or value.dim() < 2:
-        return None
+        return []
     if math.prod(map(hint, value.shape)) * value.element_size() < least:
-        return None
+        return []
     chain = [node]
     while chain[0].target not in _PRODUCTS:
         first = chain[0]
         known = first.target in (_CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS)
         if not known or len(first.all_input_nodes) != 1:
-            return None
+            return []
         chain.insert(0, first.all_input_nodes[0])
     return chain
-
-
-def _operands(chain: list[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """(x, weight and bias) of the product."""
-    tensors = chain[0].all_input_nodes
-    x = tensors[0] if tensors else None
-    weights = tensors[1:]
-    if x is None or not x.meta["example_value"].requires_grad or x.op == "placeholder":
-        return None, []
-    return x, weights
 
 
 def _feeds_loss(product: fx.Node) -> bool:

@@ -64,7 +64,8 @@ def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight:
     most = outputs * inputs * 4 if grad_weight else 8 * _LEAST_BYTES
     most = min(max(most, _LEAST_BYTES), CHUNK_BYTES)
     count = max(1, -(-rows * row // most))
-    return max(1, -(-rows // count))
+    even = max(1, -(-rows // count))
+    return even if even < 512 else -(-even // 128) * 128  # whole tiles of a product
 
 
 def chunk_columns(rows: int, outputs: int, itemsize: int) -> int:

@@ -8,9 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import aten, closure, is_tangent, module_path, reaches, untranspose
+from hot_compile.passes.graph import aten, closure, is_tangent, module_path, untranspose
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
-from hot_compile.passes.head.reading import RULES, NotUnderstood, Reading, args_of, shape_of
+from hot_compile.passes.head.reading import (
+    RULES,
+    NotUnderstood,
+    Reading,
+    args_of,
+    has_size,
+    shape_of,
+)
+from hot_compile.passes.site import bytes_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,13 +75,13 @@ class Refused:
         return self.product.meta["val"]
 
 
-def find_heads(graph: fx.Graph) -> list[Head | Refused]:
-    """Every product whose results reach a log-softmax over their last dimension, in order."""
+def find_heads(graph: fx.Graph, least: int = 0) -> list[Head | Refused]:
+    """Every product whose results reach a log-softmax, in order; of ``least`` bytes or more."""
     gradients = closure(node for node in graph.nodes if is_tangent(node))
     if not gradients:
         return []
     found: list[Head | Refused] = []
-    for product in _candidates(graph, gradients):
+    for product in _candidates(graph, gradients, least):
         name = module_path(product) or product.name
         try:
             found.append(_head(product, name))
@@ -82,12 +90,26 @@ def find_heads(graph: fx.Graph) -> list[Head | Refused]:
     return found
 
 
-def _candidates(graph: fx.Graph, gradients: set[fx.Node]) -> Iterator[fx.Node]:
+def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.target not in (aten.mm.default, aten.addmm.default) or node in gradients:
             continue
-        if reaches(node, set(RULES), lambda user: user.target is aten.amax.default):
+        if bytes_of(node.meta["val"]) >= least and _reaches_softmax(node):
             yield node
+
+
+def _reaches_softmax(product: fx.Node) -> bool:
+    """The largest of its columns is asked for, or of something elementwise made of it."""
+    _, outputs = shape_of(product)
+    seen, stack = {product}, [product]
+    while stack:
+        for user in stack.pop().users:
+            if user.target is aten.amax.default:
+                return True
+            if user not in seen and user.target in RULES and has_size(user, outputs):
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _head(product: fx.Node, name: str) -> Head:

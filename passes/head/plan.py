@@ -77,9 +77,6 @@ def _choice(found: Head | Refused, config: HotConfig) -> tuple[str, str]:
         return OFF, f"its products are {forced[-1]} by override"
     if any(fnmatchcase(found.name, glob) for glob in config.exclude):
         return OFF, f"in exclude={list(config.exclude)}"
-    size = bytes_of(found.value)
-    if size < config.head_min_bytes:
-        return OFF, f"logits of {size} bytes, head_min_bytes={config.head_min_bytes}"
     if isinstance(found, Refused):
         return OFF, found.reason
     if not all(isinstance(n, int) for n in found.value.shape[1:]):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from hot_compile.passes.graph import CASTS, VIEWS, aten, is_tangent, strip
@@ -480,7 +481,7 @@ def _cut(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
     """The rows that a slice (or slice_scatter) of a tensor of ``shape`` is about; None: all."""
     first = 1 if node.target is aten.slice.Tensor else 2
     given, usual = args_of(node)[first:], [0, None, None, 1]
-    dim, start, stop, step = [*given, *usual[len(given) :]]
+    dim, start, stop, step = list(given) + usual[len(given) :]
     dim = dim % len(shape)
     start, stop = start or 0, shape[dim] if stop is None else stop
     if start == 0 and (stop is shape[dim] or (isinstance(stop, int) and stop >= 2**62)):
@@ -525,6 +526,12 @@ def args_of(node: Any) -> tuple[Any, ...]:
 def shape_of(node: Any) -> Shape:
     """Sizes of a node's tensor."""
     return tuple(node.meta["val"].shape)
+
+
+def has_size(node: fx.Node, size: Any) -> bool:
+    """Some dimension of a node's tensor has this size."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(_same(n, size) for n in value.shape)
 
 
 def numel(node: Any) -> int:

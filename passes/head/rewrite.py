@@ -24,12 +24,12 @@ hot = torch.ops.hot
 
 
 def chunk_heads(graph: fx.Graph, config: HotConfig) -> tuple[HeadDecision, ...]:
-    """Replace every head that pays by its operators; says what became of each.
+    """Replace every head that pays by its operators; says what became of each that is large.
 
     A head whose rewriting fails stays as it is, with a warning.
     """
     decisions = []
-    for found in _heads(graph):
+    for found in _heads(graph, config.head_min_bytes):
         decision = plan_head(found, config)
         decisions.append(decision)
         if not decision.chunked or not isinstance(found, Head):
@@ -48,9 +48,9 @@ def chunk_heads(graph: fx.Graph, config: HotConfig) -> tuple[HeadDecision, ...]:
     return tuple(decisions)
 
 
-def _heads(graph: fx.Graph) -> list[Head | Refused]:
+def _heads(graph: fx.Graph, least: int) -> list[Head | Refused]:
     try:
-        return find_heads(graph)
+        return find_heads(graph, least)
     except Exception:
         log.warning("hot: no head could be read; they stay as they are", exc_info=True)
         return []

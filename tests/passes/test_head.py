@@ -284,13 +284,30 @@ def test_logits_that_are_read_otherwise_stay_with_a_reason(loss, why):
         ({"keep_head": False}, "keep_head=False"),
         ({"override": {"head": "int8"}}, "by override"),
         ({"exclude": "head"}, "in exclude"),
-        ({"head_min_bytes": 2**30}, "head_min_bytes"),
     ],
 )
 def test_options_leave_a_head_alone(options, why):
     _, (head,) = chunked(Head(ce), inputs(), options)
     assert not head.chunked
     assert why in head.reason
+
+
+def test_small_logits_are_not_looked_at():
+    _, heads = chunked(Head(ce), inputs(), {"head_min_bytes": 2**20})
+    assert not heads
+
+
+def test_a_deep_residual_stream_is_read_in_no_time():
+    """Every layer's product reaches the loss over twice as many paths as the one before."""
+
+    class Deep(Head):
+        def forward(self, x):
+            for _ in range(40):
+                x = x + self.body(x) * torch.tanh(x)
+            return self.loss(self.head(x))
+
+    _, (head,) = chunked(Deep(ce), inputs())
+    assert head.chunked
 
 
 class Returning(Head):
