@@ -16,6 +16,7 @@ from hot_compile.passes.head.reading import (
     Reading,
     args_of,
     has_size,
+    numel,
     shape_of,
 )
 from hot_compile.passes.site import bytes_of
@@ -100,16 +101,23 @@ def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterato
 
 def _reaches_softmax(product: fx.Node) -> bool:
     """The largest of its columns is asked for, or of something elementwise made of it."""
-    _, outputs = shape_of(product)
     seen, stack = {product}, [product]
     while stack:
         for user in stack.pop().users:
             if user.target is aten.amax.default:
                 return True
-            if user not in seen and user.target in RULES and has_size(user, outputs):
+            if user not in seen and user.target in RULES and _is_wide(user, product):
                 seen.add(user)
                 stack.append(user)
     return False
+
+
+def _is_wide(node: fx.Node, product: fx.Node) -> bool:
+    """As wide as the product, or most of it."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    return has_size(node, shape_of(product)[1]) or 2 * numel(node) > numel(product)
 
 
 def _head(product: fx.Node, name: str) -> Head:
