@@ -7,6 +7,7 @@ operators make of it. On CUDA the Triton kernels of ``head_triton.py`` make one 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Iterator
 
@@ -114,4 +115,9 @@ def _blocks(y: Tensor) -> Iterator[slice]:
 
 
 def _has_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+    return tensor.is_cuda and _triton_found()
+
+
+@functools.cache
+def _triton_found() -> bool:
+    return importlib.util.find_spec("triton") is not None
