@@ -12,7 +12,7 @@ from torch import fx
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
 from hot_compile.passes.head.algebra import Cut, Expr, Linear, Window
-from hot_compile.passes.head.reading import NotUnderstood, count, numel, shape_of
+from hot_compile.passes.head.operands import NotUnderstood, count, numel, shape_of
 
 Leaf = Callable[[fx.Node], fx.Node]
 _STATISTICS = {"max": 0, "lse": 1, "picked": 2, "total": 3}

@@ -10,15 +10,8 @@ from torch import fx
 
 from hot_compile.passes.graph import aten, closure, is_tangent, module_path, untranspose
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
-from hot_compile.passes.head.reading import (
-    RULES,
-    NotUnderstood,
-    Reading,
-    args_of,
-    has_size,
-    numel,
-    shape_of,
-)
+from hot_compile.passes.head.operands import NotUnderstood, args_of, has_size, numel, shape_of
+from hot_compile.passes.head.reading import RULES, Reading
 from hot_compile.passes.site import bytes_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

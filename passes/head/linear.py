@@ -16,7 +16,7 @@ from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent
 from hot_compile.passes.head.algebra import Expr
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head
-from hot_compile.passes.head.reading import NotUnderstood, numel, shape_of
+from hot_compile.passes.head.operands import NotUnderstood, numel, shape_of
 
 _KEEPING = VIEWS | CASTS | {aten.neg.default, aten.clone.default}
 _PLACING = {aten.select_scatter.default, aten.slice_scatter.default}

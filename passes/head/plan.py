@@ -10,7 +10,7 @@ import torch
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.linear import ScalarTangent
-from hot_compile.passes.head.reading import NotUnderstood, shape_of
+from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.site import bytes_of, hint
 from hot_compile.runtime.head import chunk_columns, chunk_rows
 

@@ -7,10 +7,9 @@ is not understood raises ``NotUnderstood`` with the reason, and the head is left
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from hot_compile.passes.graph import CASTS, VIEWS, aten, is_tangent, strip
@@ -24,30 +23,39 @@ from hot_compile.passes.head.algebra import (
     Expr,
     Index,
     Linear,
-    Symbolic,
     Term,
     Wide,
     Window,
     const,
     exp,
-    joined,
     total_of,
+)
+from hot_compile.passes.head.operands import (
+    COPIES,
+    FLAT,
+    RESHAPES,
+    SQUEEZES,
+    NotUnderstood,
+    Shape,
+    args_of,
+    column_of,
+    count,
+    cut_of,
+    is_one,
+    is_zero,
+    numel,
+    rank_of,
+    same_size,
+    shape_of,
+    signature,
+    times,
+    without,
 )
 from hot_compile.passes.site import hint
 
-Shape = tuple[Any, ...]
-RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
-COPIES = CASTS | {aten.alias.default, aten.clone.default}
-_FLAT = RESHAPES | SQUEEZES | COPIES
-"""They keep the order in which rows are counted."""
 _ADDS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
 _MULS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
-
-
-class NotUnderstood(Exception):
-    """Why these logits cannot be left out."""
 
 
 class Reading:
@@ -121,14 +129,14 @@ class Reading:
             return const(args_of(arg)[0])
         if arg in self.wide:
             found = self.wide[arg]
-            if (found.axis, found.window) != (like.axis, like.window) or len(shape) != _rank(arg):
+            if (found.axis, found.window) != (like.axis, like.window) or len(shape) != rank_of(arg):
                 raise NotUnderstood("logits of different rows are combined")
             return found
-        padded = (1,) * (len(shape) - _rank(arg)) + shape_of(arg)
-        if _is_one(padded[like.axis]):
-            return Expr("rows", (arg, _without(shape, like.axis)))
-        if all(_is_one(n) for place, n in enumerate(padded) if place != like.axis):
-            factor, column = _column(arg)
+        padded = (1,) * (len(shape) - rank_of(arg)) + shape_of(arg)
+        if is_one(padded[like.axis]):
+            return Expr("rows", (arg, without(shape, like.axis)))
+        if all(is_one(n) for place, n in enumerate(padded) if place != like.axis):
+            factor, column = column_of(arg)
             return Wide((Term(Basis("column", column), factor),), like.axis, like.window)
         if is_tangent(strip(arg, VIEWS | CASTS)):
             if like.axis != len(shape) - 1 or like.window:
@@ -145,7 +153,7 @@ class Reading:
         return Wide(terms, like.axis, like.window)
 
     def _index(self, node: fx.Node, shape: Shape, like: Wide) -> Index:
-        found = Index(signature(node), node, _without(shape, like.axis))
+        found = Index(signature(node), node, without(shape, like.axis))
         if numel(node) != count(found.shape):
             raise NotUnderstood("more than one column a row is picked")
         if self.index is None:
@@ -156,7 +164,7 @@ class Reading:
 
     # Elementwise rules
 
-    def _same(self, node: fx.Node, like: Wide) -> Wide:
+    def _alike(self, node: fx.Node, like: Wide) -> Wide:
         return self._as_wide(args_of(node)[0], shape_of(node), like)
 
     def _reshape(self, node: fx.Node, like: Wide) -> Wide:
@@ -172,18 +180,18 @@ class Reading:
         """Where a view puts the vocabulary's dimension."""
         lead = math.prod(map(hint, before[:axis]))
         for place, size in enumerate(after):
-            if _same(size, self.outputs) and math.prod(map(hint, after[:place])) == lead:
+            if same_size(size, self.outputs) and math.prod(map(hint, after[:place])) == lead:
                 return place
         raise NotUnderstood("a view splits the vocabulary")
 
     def _permute(self, node: fx.Node, like: Wide) -> Wide:
         found = self._source(node)
         if node.target is aten.transpose.int or node.target is aten.t.default:
-            order = list(range(_rank(node)))
+            order = list(range(rank_of(node)))
             a, b = (0, 1) if node.target is aten.t.default else args_of(node)[1:]
             order[a], order[b] = order[b], order[a]
         else:
-            order = [n % _rank(node) for n in args_of(node)[1]]
+            order = [n % rank_of(node) for n in args_of(node)[1]]
         axis = order.index(found.axis)
         if sorted(rest := order[:axis] + order[axis + 1 :]) != rest:
             raise NotUnderstood("rows of the logits change their order")
@@ -220,7 +228,7 @@ class Reading:
                 raise NotUnderstood("something is divided by the logits")
             b = const(1 / b.constant) if b.constant else Expr("inverse", (b,))
         if isinstance(a, Wide) and isinstance(b, Wide):
-            return _times(a, b) or _times(b, a) or _refuse("logits are multiplied with each other")
+            return times(a, b) or times(b, a) or _refuse("logits are multiplied with each other")
         if isinstance(b, Wide):
             return b.scaled(a)  # type: ignore[arg-type]
         if isinstance(a, Wide):
@@ -252,7 +260,7 @@ class Reading:
     def _scatter(self, node: fx.Node, like: Wide) -> Wide:
         into, dim, index, source = args_of(node)[:4]
         shape = shape_of(node)
-        if not _is_zero(into) or dim % len(shape) != like.axis or node.kwargs:
+        if not is_zero(into) or dim % len(shape) != like.axis or node.kwargs:
             raise NotUnderstood("a scatter into something other than zeros")
         found = self._index(index, shape, like)
         value = self._operand(source, shape, like)
@@ -264,14 +272,14 @@ class Reading:
 
     def _slice(self, node: fx.Node, like: Wide) -> Wide:
         found = self._source(node)
-        cut = _cut(node, shape_of(args_of(node)[0]), found.axis)
+        cut = cut_of(node, shape_of(args_of(node)[0]), found.axis)
         return Wide(found.terms, found.axis, (*found.window, cut) if cut else found.window)
 
     def _slice_scatter(self, node: fx.Node, like: Wide) -> Wide:
         into, source = args_of(node)[:2]
-        if not _is_zero(into) or source not in self.wide:
+        if not is_zero(into) or source not in self.wide:
             raise NotUnderstood("a slice is put into something other than zeros")
-        cut = _cut(node, shape_of(node), like.axis)
+        cut = cut_of(node, shape_of(node), like.axis)
         return self._widened(self.wide[source], cut)
 
     def _pad(self, node: fx.Node, like: Wide) -> Wide:
@@ -284,7 +292,7 @@ class Reading:
             if value != 0 or dim == like.axis or not all(isinstance(n, int) for n in shape):
                 raise NotUnderstood("padding of the vocabulary, or by something other than zero")
             lead = dim - (dim > like.axis)
-            cut = Cut(_without(shape, like.axis, drop=True), lead, before, shape[dim] - after)
+            cut = Cut(without(shape, like.axis, drop=True), lead, before, shape[dim] - after)
             found = self._widened(found, cut)
         return found
 
@@ -333,7 +341,7 @@ class Reading:
         return Expr("total") * const(1 / self._outer(basis))
 
     def _gathered(self, node: fx.Node, like: Wide) -> Expr:
-        if args_of(node)[1] % _rank(node) != like.axis:
+        if args_of(node)[1] % rank_of(node) != like.axis:
             raise NotUnderstood("rows of the logits are gathered")
         index = self._index(args_of(node)[2], shape_of(node), like)
         return total_of(self._picked(term, index) * term.coefficient for term in like.terms)
@@ -395,7 +403,7 @@ class Reading:
 
     def meaning(self, node: fx.Node) -> Linear | Expr:
         """What a node of one number a row is, in terms of the statistics if it is made of them."""
-        while node.target in _FLAT and node not in self.results:
+        while node.target in FLAT and node not in self.results:
             node = args_of(node)[0]
         if node in self.results:
             found = self.results[node]
@@ -414,7 +422,7 @@ class Reading:
 
 
 RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
-    **dict.fromkeys(COPIES, Reading._same),
+    **dict.fromkeys(COPIES, Reading._alike),
     **dict.fromkeys(RESHAPES | SQUEEZES, Reading._reshape),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), Reading._permute),
     **dict.fromkeys(_ADDS, Reading._add),
@@ -436,135 +444,3 @@ RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
 
 def _refuse(why: str) -> Wide:
     raise NotUnderstood(why)
-
-
-def _times(a: Wide, b: Wide) -> Wide | None:
-    """Their product, if ``b`` is a cap's slope, a number per row or per column, or ``a``'s tanh."""
-    if _is_slope(b) and not any(t.slope for t in a.terms):
-        terms = tuple(Term(t.basis, t.coefficient, True) for t in a.terms)
-        return Wide(terms, a.axis, a.window)
-    if len(b.terms) != 1 or b.terms[0].slope:
-        return Wide((), a.axis, a.window) if not b.terms else None
-    (factor,) = b.terms
-    if factor.basis.kind == "one":
-        return a.scaled(factor.coefficient)
-    if factor.basis.kind == "column":
-        terms = tuple(_weighted(t, factor.basis.what) for t in a.terms)
-        return (
-            Wide(joined(terms), a.axis, a.window).scaled(factor.coefficient) if all(terms) else None
-        )
-    if factor.basis.kind == "tanh" and a.terms == b.terms:
-        square = Term(Basis("tanh2", factor.basis.what), factor.coefficient * factor.coefficient)
-        return Wide((square,), a.axis, a.window)
-    return None
-
-
-def _weighted(term: Term, column: fx.Node) -> Any:
-    kind = term.basis.kind
-    if kind == "onehot":
-        weight = Expr("take", (column, term.basis.what))
-        return Term(term.basis, term.coefficient * weight, term.slope)
-    if kind == "one":
-        return Term(Basis("column", column), term.coefficient, term.slope)
-    if kind in ("y", "tanh"):
-        return Term(Basis("weighted", (term.basis, column)), term.coefficient, term.slope)
-    return None
-
-
-def _is_slope(found: Wide) -> bool:
-    """1 - tanh^2."""
-    parts = {t.basis.kind: t.coefficient.constant for t in found.terms if not t.slope}
-    return len(found.terms) == 2 and parts == {"one": 1.0, "tanh2": -1.0}
-
-
-def _cut(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
-    """The rows that a slice (or slice_scatter) of a tensor of ``shape`` is about; None: all."""
-    first = 1 if node.target is aten.slice.Tensor else 2
-    given, usual = args_of(node)[first:], [0, None, None, 1]
-    dim, start, stop, step = list(given) + usual[len(given) :]
-    dim = dim % len(shape)
-    start, stop = start or 0, shape[dim] if stop is None else stop
-    if start == 0 and (stop is shape[dim] or (isinstance(stop, int) and stop >= 2**62)):
-        return None
-    if dim == axis or step != 1 or not all(isinstance(n, int) for n in (*shape, start, stop)):
-        raise NotUnderstood("some of the vocabulary is cut off, or rows of a dynamic length")
-    start, stop, _ = slice(start, stop).indices(shape[dim])
-    lead = _without(shape, axis, drop=True)
-    return Cut(lead, dim - (dim > axis), start, stop)
-
-
-def _column(node: fx.Node) -> tuple[Expr, fx.Node]:
-    """(factor, base [O]) of what is the same in every row."""
-    base = strip(node, _FLAT | {aten.expand.default})
-    if base.target is aten.mul.Tensor:
-        for scalar, other in (args_of(base), args_of(base)[::-1]):
-            if isinstance(scalar, fx.Node) and numel(scalar) == 1 and isinstance(other, fx.Node):
-                factor, column = _column(other)
-                return Expr("rows", (scalar, None)) * factor, column
-    return ONE, base
-
-
-def signature(node: Any, depth: int = 6) -> str:
-    """Text that is equal for nodes that compute the same numbers in the same order."""
-    if not isinstance(node, fx.Node):
-        return repr(node)
-    while node.target in _FLAT - CASTS:
-        node = args_of(node)[0]
-    if node.op != "call_function" or not depth:
-        return node.name
-    if node.target is aten.scalar_tensor.default:
-        return repr(args_of(node)[0])
-    inside = ",".join(signature(arg, depth - 1) for arg in args_of(node))
-    return f"{node.target}({inside})" if not node.kwargs else node.name
-
-
-def args_of(node: Any) -> tuple[Any, ...]:
-    """A node's arguments, of which rules know what they are."""
-    return node.args
-
-
-def shape_of(node: Any) -> Shape:
-    """Sizes of a node's tensor."""
-    return tuple(node.meta["val"].shape)
-
-
-def has_size(node: fx.Node, size: Any) -> bool:
-    """Some dimension of a node's tensor has this size."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(_same(n, size) for n in value.shape)
-
-
-def numel(node: Any) -> int:
-    """Number of elements, symbolic sizes by hint."""
-    return math.prod(map(hint, shape_of(node)))
-
-
-def _rank(node: Any) -> int:
-    return len(shape_of(node))
-
-
-def _without(shape: Sequence[Any], axis: int, drop: bool = False) -> Shape:
-    """``shape`` with 1 (or nothing) in the place of ``axis``; what is symbolic as ``Symbolic``."""
-    known = [n if isinstance(n, int) else Symbolic(str(n), hint(n)) for n in shape]
-    return (*known[:axis], *(() if drop else (1,)), *known[axis + 1 :])
-
-
-def count(shape: Shape) -> int:
-    """Elements of a shape as ``Expr`` holds it."""
-    return math.prod(n.hint if isinstance(n, Symbolic) else n for n in shape)
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
-
-
-def _is_zero(node: Any) -> bool:
-    return (
-        isinstance(node, fx.Node)
-        and node.target is aten.full.default
-        and bool(args_of(node)[1] == 0)
-    )
