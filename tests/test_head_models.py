@@ -44,7 +44,7 @@ def model_of(name):
         "BertForMaskedLM": {**SMALL, "intermediate_size": 32},
         "T5ForConditionalGeneration": {
             **{"d_model": 32, "num_heads": 2, "d_kv": 16, "d_ff": 32, "num_layers": 1},
-            **{"decoder_start_token_id": 0, "use_cache": False},
+            **{"decoder_start_token_id": 0, "use_cache": False, "dropout_rate": 0.0},
         },
         "Qwen3ForCausalLM": {**GATED, "head_dim": 16},
         "Gemma2ForCausalLM": {**GATED, "head_dim": 16},
