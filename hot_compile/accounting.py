@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from .backend import hot
-from .inspect import megabytes, unchanged
+from .inspect import head_table, megabytes, unchanged
 from .memory import held_tensors, peak_bytes, storage_bytes
+from .passes.head.plan import HeadDecision
 from .passes.storage.record import Crossing
 from .record import Reports
 from .tables import PlainTable
@@ -50,6 +51,8 @@ class MemoryReport:
     measured: Mapping[str, Measured]
     """By configuration: ``exact`` Inductor, ``exact+recompute`` (Inductor told that it may
     recompute pointwise results) and ``hot``."""
+    heads: tuple[HeadDecision, ...] = ()
+    """Products that go in chunks with their loss: what of them never exists does not cross."""
 
     @property
     def predicted_held_bytes(self) -> int:
@@ -66,6 +69,7 @@ class MemoryReport:
         return {
             "predicted_held_bytes": self.predicted_held_bytes,
             "uncompressed_bytes": self.uncompressed_bytes,
+            "left_out_bytes": sum(head.bytes_left_out for head in self.heads),
             "measured": {name: dataclasses.asdict(m) for name, m in self.measured.items()},
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
         }
@@ -93,8 +97,9 @@ class MemoryReport:
         figure.savefig(path, dpi=150)
 
     def tables(self) -> list[Table]:
-        """Crossing tensors; configurations."""
-        return [self._crossing_table(), self._measured_table()]
+        """Crossing tensors; heads, if there are any; configurations."""
+        heads = [head_table(self.heads)] if self.heads else []
+        return [self._crossing_table(), *heads, self._measured_table()]
 
     def _crossing_table(self) -> Table:
         sizes = ("before", "stored")
@@ -157,7 +162,8 @@ def memory_report(
                 measured[name] = _measure(model, inputs, loss_of, "inductor")
         measured["hot"] = _measure(model, inputs, loss_of, ours)
     crossing = (c for graph in reports.graphs for c in graph.crossing)
-    return MemoryReport(tuple(sorted(crossing, key=lambda c: -c.bytes)), measured)
+    heads = tuple(head for graph in reports.graphs for head in graph.plan.heads)
+    return MemoryReport(tuple(sorted(crossing, key=lambda c: -c.bytes)), measured, heads)
 
 
 def _recomputation(name: str) -> dict[str, bool]:

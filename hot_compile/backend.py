@@ -18,6 +18,7 @@ from .auto import Notes, Observing, code_being_compiled, graph_digest
 from .collector import Collector
 from .config import OBJECTS, HotConfig, option_names, split_options
 from .errors import OptionError, PassDisabledError
+from .frameworks import trace_past_warnings
 from .monitor import Gauge, Monitor, Watched, monitor_of
 from .passes.devices import pricing
 from .passes.graph import clean_path, module_path
@@ -26,6 +27,7 @@ from .passes.observe import Observation, Observer
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .passes.profile import Profile
 from .record import Dump
+from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
 from .schedule import Scheduled, current_bits
 from .watching import Twin, Watch, twin
@@ -64,13 +66,23 @@ def hot(
         ProfileFormatError, ProfileMismatchError: option ``profile`` names a file that is no
             profile, or one of another model.
     """
+    trace_past_warnings()
     ours, theirs = split_options(options)
     monitor = monitor_of(ours)
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-    graph = _Graph(gm, example_inputs, _graph_inputs(gm), inner_compile, patches, recorder, config)
+    own, logits = detach_logits(gm, config)
+    inputs = _graph_inputs(gm)
+    graph = _Graph(own, example_inputs, inputs, inner_compile, patches, recorder, config)
+    return tied(_compiled(graph, config, monitor, observer), logits, gm)
+
+
+def _compiled(
+    graph: _Graph, config: HotConfig, monitor: Monitor | None, observer: Observer | None
+) -> Callable[..., Any]:
+    """The graph as the options say."""
     if config.lqs == "auto" and observer is None:
         return _auto(graph, config, monitor)
     profile = Profile.load(config.profile) if config.profile else None
@@ -79,6 +91,7 @@ def hot(
     return _final(graph, config, profile, monitor)
 
 
+trace_past_warnings()  # Dynamo traces a model before it calls us: this cannot wait until then
 hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
 
 

@@ -130,6 +130,11 @@ class HotConfig:
     exact_forms: bool = True
     """Give what stays exact a faster form that is as exact, where there is one (patch embeddings as
     products, stems over blocks, gradients of max pools gathered: docs/adr/0011, 0013)."""
+    head: str = "chunked"
+    """"chunked": a wide head and its loss go through rows in chunks, so that neither the logits nor
+    their gradient exist as a whole (docs/adr/0014); exact all the same. "off": as Inductor does."""
+    head_min_bytes: int = 2**25
+    """Logits of fewer bytes are not worth it."""
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
     rates: tuple[tuple[str, float], ...] = ()
@@ -223,6 +228,7 @@ RECIPES: dict[str, HotConfig] = {
         error_budget=None,
         memory=Memory.OFF,
         exact_forms=False,
+        head="off",
     ),
 }
 
@@ -406,6 +412,8 @@ _PARSERS: dict[str, Any] = {
     "memory_min_bytes": _bytes,
     "keep_head": _one_of(True, False),
     "exact_forms": _one_of(True, False),
+    "head": _one_of("chunked", "off"),
+    "head_min_bytes": _bytes,
     "min_gain": _ratio,
     "rates": _rates,
     "profile": _path,

@@ -15,6 +15,7 @@ from torch import fx
 
 from .backend import hot
 from .config import Strategy
+from .passes.head.plan import HeadDecision
 from .passes.plan import Decision, Plan
 from .record import GraphReport, Reports, run_uncompiled
 from .tables import PlainTable
@@ -33,7 +34,8 @@ class Explanation:
         recipe = self.graphs[0].plan.recipe if self.graphs else "hot"
         decisions = (d for graph in self.graphs for d in graph.plan)
         forms = (form for graph in self.graphs for form in graph.plan.exact_forms)
-        return Plan(recipe, tuple(decisions), tuple(forms))
+        heads = (head for graph in self.graphs for head in graph.plan.heads)
+        return Plan(recipe, tuple(decisions), tuple(forms), tuple(heads))
 
     @property
     def held_bytes(self) -> int:
@@ -79,6 +81,8 @@ class Explanation:
             console.print(self.table())
             if self.plan.exact_forms:
                 console.print(self.forms_table())
+            if self.plan.heads:
+                console.print(head_table(self.plan.heads))
             before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
             console.print(
                 f"held between forward and backward: {megabytes(self.held_bytes)} "
@@ -109,6 +113,19 @@ def _row(d: Decision, stored: int) -> tuple[str, ...]:
         "" if exact else megabytes(stored),
         d.reason or ("" if stored or not d.gw else "x is recomputed, or kept for another reader"),
     )
+
+
+def head_table(heads: Sequence[HeadDecision]) -> Table:
+    """Heads: name, shape, in chunks or not and why, bytes of logits and gradient that never are."""
+    sizes = ("logits", "a chunk", "never exist")
+    columns = ("head", "L x O x I", *sizes, "in chunks", "why")
+    table = PlainTable("heads with their losses, exact", *columns, right=set(sizes))
+    for head in heads:
+        saved = (head.chunk_bytes, head.bytes_left_out)
+        shown = [megabytes(n) if head.chunked else "" for n in saved]
+        shape, whole = " x ".join(head.shape), megabytes(head.logits_bytes)
+        table.add(head.name, shape, whole, *shown, head.way, head.reason)
+    return table
 
 
 def megabytes(count: int) -> str:

@@ -27,6 +27,8 @@ from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost import Rates
 from hot_compile.passes.exact_forms import Candidate, candidates, take
+from hot_compile.passes.head.plan import HeadDecision
+from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layouts import mark_channels_last
 from hot_compile.passes.match import GraphInputs, match
 from hot_compile.passes.observe import Observation, observe
@@ -98,15 +100,21 @@ class Joint:
 
     context: Context
     graph: fx.Graph
+    heads: tuple[HeadDecision, ...] = ()
     sites: list[Site] = dataclasses.field(default_factory=list)
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
     plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
 
 
+def _heads(joint: Joint) -> int:
+    joint.heads = chunk_heads(joint.graph, joint.context.config)
+    return sum(head.chunked for head in joint.heads)
+
+
 def _match(joint: Joint) -> int:
     joint.sites = match(joint.graph, joint.context.inputs)
-    return len(joint.sites)
+    return len(joint.sites) + len(joint.heads)
 
 
 def _candidates(joint: Joint) -> int:
@@ -123,7 +131,7 @@ def _price(joint: Joint) -> int:
 def _plan(joint: Joint) -> int:
     context = joint.context
     args = (joint.sites, context.config, joint.prices, context.profile, joint.found)
-    joint.plan = plan(*args)
+    joint.plan = dataclasses.replace(plan(*args), heads=joint.heads)
     return len(joint.plan.rewritten)
 
 
@@ -210,6 +218,9 @@ def _store(cut: Partitioned) -> int:
     return len(cut.stored)
 
 
+HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
+"""On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
+
 JOINT: tuple[Step[Joint], ...] = (
     Step("match", _match, needed=True),
     Step("candidates", _candidates),
@@ -256,6 +267,7 @@ class JointPass(CustomGraphPass):
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
+        self._run(HEADS, joint)
         if context.observation is not None:
             self._run(OBSERVED, joint)
         elif self._run(JOINT, joint):

@@ -18,6 +18,7 @@ from hot_compile.errors import PlanFormatError
 from hot_compile.passes import lqs
 from hot_compile.passes.cost import Rates, Shape, at, kept_bytes, predicted_gain, rows_that_pay
 from hot_compile.passes.exact_forms import Candidate, FormDecision
+from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
 from hot_compile.passes.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, SiteNodes, hint
@@ -92,6 +93,8 @@ class Plan:
     decisions: tuple[Decision, ...]
     exact_forms: tuple[FormDecision, ...] = ()
     """Of what stays exact and has a faster form: whether it gets it."""
+    heads: tuple[HeadDecision, ...] = ()
+    """Products whose results only feed a loss, which go in chunks together with it."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -110,7 +113,8 @@ class Plan:
     @property
     def choice(self) -> tuple[tuple[object, ...], ...]:
         """What was chosen, without the reasons: equal where the code comes out the same."""
-        return tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
+        layers = tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
+        return layers + tuple((h.name, h.way) for h in self.heads)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -119,11 +123,13 @@ class Plan:
             for d in self.decisions
         ]
         forms = [dataclasses.asdict(form) for form in self.exact_forms]
+        heads = [{**dataclasses.asdict(h), "shape": list(h.shape)} for h in self.heads]
         return {
             "version": PLAN_VERSION,
             "recipe": self.recipe,
             "decisions": decisions,
             "exact_forms": forms,
+            "heads": heads,
         }
 
     @classmethod
@@ -144,7 +150,10 @@ class Plan:
                 for d in data["decisions"]
             )
             forms = tuple(FormDecision(**form) for form in data["exact_forms"])
-            return cls(recipe=data["recipe"], decisions=decisions, exact_forms=forms)
+            heads = tuple(
+                HeadDecision(**{**h, "shape": tuple(h["shape"])}) for h in data.get("heads", ())
+            )
+            return cls(data["recipe"], decisions, forms, heads)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
                 f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."

@@ -338,3 +338,24 @@ def test_layers_as_captured_graphs(program):
     layer = layers.Layer("small", 64, 96, 128)
     timing = layers.measure(layer, 4, torch.bfloat16, torch.device("cuda"), 2, graph=True)
     assert all(timing.median(name) > 0 for name in layers.METHODS)
+
+
+def test_head(program, tmp_path):
+    file = tmp_path / "head.json"
+    rows = program("head").main(
+        models="gpt2",
+        device="cpu",
+        dtype="fp32",
+        configs="exact,hot",
+        gives="returned,loss",
+        batch=1,
+        tokens=256,
+        depth=1,
+        vocabulary=40009,
+        rounds=1,
+        json_file=file,
+    )
+    assert len(json.loads(file.read_text())["rows"]) == len(rows) == 4
+    for exact, hot in (rows[:2], rows[2:]):
+        assert hot.loss == pytest.approx(exact.loss, rel=1e-5)
+        assert hot.peak_bytes < exact.peak_bytes

@@ -122,6 +122,8 @@ def test_hash_sees_every_field():
         "exclude": ("a",),
         "override": (("a", Strategy.INT8),),
         "keep_head": False,
+        "head": "off",
+        "head_min_bytes": 1,
         "recompute": False,
         "memory": Memory.OFF,
         "memory_bits": 8,

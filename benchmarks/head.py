@@ -1,0 +1,225 @@
+"""A language model's step where its head is what counts: time and peak, with and without chunks.
+
+    python benchmarks/head.py --device cuda                      # GPT-2 124M and a Qwen3-like
+    python benchmarks/head.py --models gpt2 --batch 1 --tokens 512 --depth 1 --dtype fp32
+
+Forward and backward, bf16 autocast unless told otherwise, the configurations interleaved in one
+process; the figure is the best round. ``peak`` is above what stands before the step: weights, no
+gradients. ``returned``: the caller keeps the model's whole output, logits too, over the backward;
+``loss``: the model returns its loss only. ``liger`` is stock with Liger's fused linear cross
+entropy called by hand (``pip install liger-kernel``; CUDA).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch._dynamo
+import transformers
+import typer
+from report import environment, write_json
+from rich.console import Console
+from rich.table import Table
+from step import compile_for, compiler_settings
+from torch import Tensor, nn
+
+from hot_compile.frameworks import trace_past_warnings
+from hot_compile.memory import peak_bytes
+
+CONFIGS = "exact,exact+recompute,hot,hot:head=off,liger"
+SIZES = {"gpt2": (8, 1024), "qwen3": (4, 2048)}
+
+
+@dataclass
+class Row:
+    """One configuration's figures."""
+
+    model: str
+    gives: str
+    config: str
+    best_ms: float = float("inf")
+    peak_bytes: int = 0
+    loss: float = 0.0
+
+
+class LossOnly(nn.Module):
+    """A causal model that returns its loss only."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The loss."""
+        return self.model(ids, labels=ids).loss
+
+
+class Whole(LossOnly):
+    """A causal model that returns what Hugging Face's do."""
+
+    def forward(self, ids: Tensor) -> Any:
+        """Loss and logits."""
+        output = self.model(ids, labels=ids)
+        return output.loss, output.logits
+
+
+class Liger(LossOnly):
+    """The same loss by Liger's kernel, as its patched models call it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The loss."""
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        hidden = self.model.base_model(ids)[0][:, :-1].flatten(0, 1)
+        weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
+        return LigerFusedLinearCrossEntropyLoss()(weight, hidden, ids[:, 1:].flatten())
+
+
+def build(name: str, depth: int | None, vocabulary: int | None) -> nn.Module:
+    """A model with random weights, no dropout."""
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=depth or 12,
+            vocab_size=vocabulary or 50257,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            use_cache=False,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.Qwen3Config(
+        num_hidden_layers=depth or 4,
+        vocab_size=vocabulary or 151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+class Stepper:
+    """One configuration: its copy of the model and its figures."""
+
+    def __init__(self, row: Row, model: nn.Module, ids: Tensor, bf16: bool):
+        wrap = Liger if row.config == "liger" else {"loss": LossOnly, "returned": Whole}[row.gives]
+        self.row, self.ids, self.bf16 = row, ids, bf16
+        self.model = wrap(copy.deepcopy(model))
+        config = "exact" if row.config == "liger" else row.config
+        self.call: Callable[..., Any] = compile_for(config, self.model)
+
+    def step(self) -> Tensor:
+        """Forward and backward; gradients are dropped, so that each step makes its own."""
+        with torch.autocast(self.ids.device.type, torch.bfloat16, enabled=self.bf16):
+            output = self.call(self.ids)
+        loss = output[0] if isinstance(output, tuple) else output
+        loss.backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    def measure(self) -> None:
+        """One timed step."""
+        _wait(self.ids.device)
+        start = time.perf_counter()
+        loss = self.step()
+        _wait(self.ids.device)
+        self.row.best_ms = min(self.row.best_ms, (time.perf_counter() - start) * 1e3)
+        self.row.loss = loss.item()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    name: str,
+    gives: str,
+    configs: list[str],
+    model: nn.Module,
+    ids: Tensor,
+    dtype: str,
+    rounds: int,
+) -> list[Row]:
+    """Figures of every configuration, interleaved."""
+    with compiler_settings(dtype):
+        rows = [Row(name, gives, config) for config in configs]
+        steppers = [Stepper(row, model, ids, dtype == "bf16") for row in rows]
+        for stepper in steppers:
+            for _ in range(3):
+                stepper.step()
+            stepper.row.peak_bytes = peak_bytes(stepper.step, ids.device)
+        for _ in range(rounds):
+            for stepper in steppers:
+                stepper.measure()
+    return rows
+
+
+def as_table(rows: list[Row], title: str) -> Table:
+    """Times and peaks, each also against stock's."""
+    table = Table(title=title)
+    for column in ("model", "returns", "configuration"):
+        table.add_column(column)
+    for column in ("ms", "of stock's", "MiB peak", "of stock's", "loss"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        stock = next(r for r in rows if (r.model, r.gives) == (row.model, row.gives))
+        table.add_row(
+            *(row.model, row.gives, row.config),
+            f"{row.best_ms:.1f}",
+            f"{stock.best_ms / row.best_ms:.2f}x",
+            f"{row.peak_bytes / 2**20:.0f}",
+            f"{row.peak_bytes / stock.peak_bytes:.2f}",
+            f"{row.loss:.4f}",
+        )
+    return table
+
+
+def main(
+    models: Annotated[str, typer.Option(help="comma-separated: gpt2, qwen3")] = "gpt2,qwen3",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32 or bf16 (autocast)")] = "bf16",
+    configs: Annotated[str, typer.Option(help="as for step.py, and liger")] = CONFIGS,
+    gives: Annotated[str, typer.Option(help="comma-separated: returned, loss")] = "returned,loss",
+    batch: Annotated[int | None, typer.Option(help="sequences, instead of the model's")] = None,
+    tokens: Annotated[int | None, typer.Option(help="tokens of each, likewise")] = None,
+    depth: Annotated[int | None, typer.Option(help="layers, likewise")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="columns of the head, likewise")] = None,
+    rounds: Annotated[int, typer.Option(help="timed rounds")] = 15,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+) -> list[Row]:
+    """Measure steps of language models."""
+    trace_past_warnings()
+    where, rows = torch.device(device), []
+    for name in models.split(","):
+        torch.manual_seed(0)
+        model = build(name, depth, vocabulary).to(where)
+        size = (batch or SIZES[name][0], tokens or SIZES[name][1])
+        ids = torch.randint(0, model.config.vocab_size, size, device=where)
+        for kind in gives.split(","):
+            runs = [c for c in configs.split(",") if c != "liger" or _has_liger(where, kind)]
+            rows += measure(name, kind, runs, model, ids, dtype, rounds)
+    title = f"heads, {dtype}, {environment(where)['device']}"
+    Console(width=120).print(as_table(rows, title))
+    if json_file:
+        arguments = {"dtype": dtype, "depth": depth, "batch": batch, "tokens": tokens}
+        write_json(json_file, where, arguments, [asdict(row) for row in rows])
+    return rows
+
+
+def _has_liger(where: torch.device, kind: str) -> bool:
+    """It returns no logits, so it stands beside ``loss`` only."""
+    return (
+        kind == "loss" and where.type == "cuda" and bool(importlib.util.find_spec("liger_kernel"))
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,190 @@
+"""Logits that the caller gets besides the loss, with a gradient of their own only if one is asked.
+
+A compiled graph that returns logits is handed a gradient for them in every backward: zeros of their
+size when the loss was all that mattered, as with Hugging Face's models. So the graph returns them
+detached, and beside them the input of the product they come from; outside the graph an autograd
+function ties the two together again. Nobody's gradient changes, and nobody pays for one in vain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .auto import twin
+from .config import HotConfig
+from .passes.site import hint
+
+_PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}
+_LOSSES = ("cross_entropy", "log_softmax", "logsumexp", "nll_loss")
+_CHAIN_METHODS = {"float", "to", "view", "reshape", "contiguous", "bfloat16", "half", "type"}
+_CHAIN_FUNCTIONS = {
+    operator.mul,
+    operator.truediv,
+    operator.imul,
+    operator.itruediv,
+    torch.mul,
+    torch.div,
+    torch.tanh,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """One output that is detached in the graph."""
+
+    place: int
+    """Among the graph's outputs."""
+    chain: fx.GraphModule
+    """(x, *inputs) -> the output, by the graph's own operations."""
+    x: int
+    """Place of x among the outputs."""
+    inputs: tuple[int, ...]
+    """Places among the graph's inputs of what else the chain reads."""
+
+
+def detach_logits(gm: fx.GraphModule, config: HotConfig) -> tuple[fx.GraphModule, list[Returned]]:
+    """(a graph that returns its logits detached, what to tie together again).
+
+    Dynamo's graph itself is returned where it has no such output or the head is not to be chunked.
+    """
+    if config.head == "off" or not config.keep_head:
+        return gm, []
+    outputs = gm.graph.output_node().args[0]
+    if not isinstance(outputs, (tuple, list)):  # a piece of DDP's
+        return gm, []
+    places = [(n, chain) for n, node in enumerate(outputs) if (chain := _logits(node, config))]
+    places = [(n, chain) for n, chain in places if outputs.count(chain[-1]) == 1]
+    if not places:
+        return gm, []
+    own = twin(gm)
+    same = dict(zip(gm.graph.nodes, own.graph.nodes, strict=True))
+    given = [node for node in own.graph.nodes if node.op == "placeholder"]
+    returned = list(own.graph.output_node().args[0])  # type: ignore[arg-type]
+    found = []
+    for place, theirs in places:
+        chain = [same[node] for node in theirs]
+        x, *weights = chain[0].all_input_nodes
+        returned[place] = _detached(chain[-1])
+        if x not in returned:
+            returned.append(x)
+        module = _module(own, chain, [x, *weights])
+        inputs = tuple(given.index(n) for n in weights)
+        found.append(Returned(place, module, returned.index(x), inputs))
+    own.graph.output_node().args = (tuple(returned),)
+    own.recompile()
+    return own, found
+
+
+def _logits(node: Any, config: HotConfig) -> list[fx.Node]:
+    """From the product to the output ``node``, if that is logits which a loss reads, too."""
+    chain = _chain(node, config.head_min_bytes)
+    if not chain or not _feeds_loss(chain[0]):
+        return []
+    x, *weights = chain[0].all_input_nodes
+    value = x.meta.get("example_value")
+    ours = isinstance(value, Tensor) and value.requires_grad and x.op != "placeholder"
+    return chain if ours and all(n.op == "placeholder" for n in weights) else []
+
+
+def _detached(node: fx.Node) -> fx.Node:
+    with node.graph.inserting_after(node):
+        detached = node.graph.call_method("detach", (node,))
+    detached.meta = {**node.meta, "example_value": node.meta["example_value"].detach()}
+    return detached
+
+
+def tied(
+    compiled: Callable[..., Any], found: Sequence[Returned], gm: fx.GraphModule
+) -> Callable[..., Any]:
+    """``compiled`` with its logits differentiable again, returning what Dynamo's ``gm`` does."""
+    if not found:
+        return compiled
+    count = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def call(*args: Any) -> Any:
+        outputs = list(compiled(*args))
+        for one in found:
+            x, inputs = outputs[one.x], (args[n] for n in one.inputs)
+            outputs[one.place] = _Tied.apply(one.chain, outputs[one.place], x, *inputs)
+        return tuple(outputs[:count])
+
+    return call
+
+
+class _Tied(torch.autograd.Function):
+    """The logits as they are; their gradient, if there is one, by doing the product again."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Any, logits: Tensor, *inputs: Any) -> Tensor:
+        """``inputs``: what ``chain`` makes the logits of."""
+        ctx.chain = chain
+        ctx.autocast = torch.is_autocast_enabled(logits.device.type)
+        ctx.autocast_dtype = torch.get_autocast_dtype(logits.device.type)
+        ctx.save_for_backward(*inputs)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """The gradients of ``inputs``."""
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [
+            t.detach().requires_grad_(needed)
+            for t, needed in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with (
+            torch.enable_grad(),
+            torch.autocast(grad.device.type, ctx.autocast_dtype, ctx.autocast),
+        ):
+            logits = ctx.chain(*inputs)
+        chosen = [t for t in inputs if t.requires_grad]
+        grads = iter(torch.autograd.grad(logits, chosen, grad))
+        return (None, None, *(next(grads) if needed else None for needed in wanted))
+
+
+def _chain(node: Any, least: int) -> list[fx.Node]:
+    """The product and what follows it up to the output ``node``; empty if there is none."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or not value.requires_grad or value.dim() < 2:
+        return []
+    if math.prod(map(hint, value.shape)) * value.element_size() < least:
+        return []
+    chain = [node]
+    while chain[0].target not in _PRODUCTS:
+        first = chain[0]
+        known = first.target in (_CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS)
+        if not known or len(first.all_input_nodes) != 1:
+            return []
+        chain.insert(0, first.all_input_nodes[0])
+    return chain
+
+
+def _feeds_loss(product: fx.Node) -> bool:
+    """A function that is the heart of a loss depends on it."""
+    seen: set[fx.Node] = set()
+    stack = [product]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            name = getattr(user.target, "__name__", str(user.target))
+            if any(loss in name for loss in _LOSSES):
+                return True
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _module(owner: fx.GraphModule, chain: list[fx.Node], inputs: list[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    made = {node: graph.placeholder(f"input_{n}") for n, node in enumerate(inputs)}
+    for node in chain:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(made[chain[-1]])
+    return fx.GraphModule(owner, graph)

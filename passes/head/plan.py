@@ -1,0 +1,99 @@
+"""(heads, config) -> what happens to each: a pure function. All choosing about heads is here."""
+
+from __future__ import annotations
+
+import dataclasses
+from fnmatch import fnmatchcase
+
+import torch
+
+from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.head.find import Head, Refused
+from hot_compile.passes.head.linear import ScalarTangent
+from hot_compile.passes.head.operands import NotUnderstood, shape_of
+from hot_compile.passes.site import bytes_of, hint
+from hot_compile.runtime.head import chunk_columns, chunk_rows
+
+OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDecision:
+    """What happens to one head and its loss, and why."""
+
+    name: str
+    shape: tuple[str, str, str]
+    """L, O, I as text; symbolic sizes keep their symbol."""
+    dtype: str
+    way: str
+    """"off"; "gradients in the forward": three products, g_x and g_w wait for the backward;
+    "logits twice": four, nothing waits."""
+    reason: str
+    logits_bytes: int
+    """The logits as the exact graph makes them; their gradient takes as much again."""
+    chunk_bytes: int
+    """What exists of either at a time."""
+    returned: bool
+    """The caller gets the logits, so they are written once for that."""
+
+    @property
+    def chunked(self) -> bool:
+        """The graph changes."""
+        return self.way != OFF
+
+    @property
+    def bytes_left_out(self) -> int:
+        """Bytes that never exist: the logits, unless the caller gets them, and their gradient."""
+        if not self.chunked:
+            return 0
+        return (1 if self.returned else 2) * self.logits_bytes - self.chunk_bytes
+
+
+def plan_head(found: Head | Refused, config: HotConfig) -> HeadDecision:
+    """Choose for one head whether and how it goes in chunks."""
+    way, reason = _choice(found, config)
+    rows, outputs = found.value.shape
+    x = found.product.args[0 if len(found.product.args) == 2 else 1]
+    inputs, itemsize = shape_of(x)[1], found.value.dtype.itemsize
+    return HeadDecision(
+        name=found.name,
+        shape=(str(rows), str(outputs), str(inputs)),
+        dtype=str(found.value.dtype).removeprefix("torch."),
+        way=way,
+        reason=reason,
+        logits_bytes=bytes_of(found.value),
+        chunk_bytes=_chunk_bytes(found, hint(rows), hint(outputs), hint(inputs), itemsize, way),
+        returned=isinstance(found, Head) and bool(found.returned),
+    )
+
+
+def _choice(found: Head | Refused, config: HotConfig) -> tuple[str, str]:
+    if config.head == "off":
+        return OFF, "head='off'"
+    if not config.keep_head:
+        return OFF, "keep_head=False: the head's products are a layer's as any other"
+    forced = [s for glob, s in config.override if fnmatchcase(found.name, glob)]
+    if forced and forced[-1] is not Strategy.EXACT:
+        return OFF, f"its products are {forced[-1]} by override"
+    if any(fnmatchcase(found.name, glob) for glob in config.exclude):
+        return OFF, f"in exclude={list(config.exclude)}"
+    if isinstance(found, Refused):
+        return OFF, found.reason
+    if not all(isinstance(n, int) for n in found.value.shape[1:]):
+        return OFF, "a vocabulary of symbolic size"
+    try:
+        ScalarTangent(found)
+    except NotUnderstood as why:
+        return BACKWARD, str(why)
+    if found.value.dtype is torch.float16:
+        return BACKWARD, "gradients in fp16 underflow before the loss's scale is known"
+    return FORWARD, "the loss's gradient is one number"
+
+
+def _chunk_bytes(
+    found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int, way: str
+) -> int:
+    if way == BACKWARD:
+        return rows * min(outputs, chunk_columns(rows, outputs, itemsize)) * itemsize
+    wanted = isinstance(found, Head) and bool(found.grad_weights)
+    return chunk_rows(rows, outputs, inputs, itemsize, wanted) * outputs * itemsize

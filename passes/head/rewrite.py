@@ -1,0 +1,185 @@
+"""Heads that the plan takes -> operators that go through them in chunks. Never chooses."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from hot_compile.config import HotConfig
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.graph import aten
+from hot_compile.passes.head.emission import RowWriter
+from hot_compile.passes.head.find import Head, Refused, find_heads
+from hot_compile.passes.head.linear import ScalarTangent, as_result
+from hot_compile.passes.head.plan import BACKWARD, FORWARD, HeadDecision, plan_head
+
+log = logging.getLogger("hot_compile")
+hot = torch.ops.hot
+
+
+def chunk_heads(graph: fx.Graph, config: HotConfig) -> tuple[HeadDecision, ...]:
+    """Replace every head that pays by its operators; says what became of each that is large.
+
+    A head whose rewriting fails stays as it is, with a warning.
+    """
+    decisions = []
+    for found in _heads(graph, config.head_min_bytes):
+        decision = plan_head(found, config)
+        decisions.append(decision)
+        if not decision.chunked or not isinstance(found, Head):
+            continue
+        try:
+            swaps = _Rewrite(graph, found, decision).swaps()
+        except Exception:  # what was built so far is used by nobody
+            log.warning("hot: the head %s stays as it is", found.name, exc_info=True)
+            graph.eliminate_dead_code()
+            continue
+        for old, new in swaps:
+            old.replace_all_uses_with(new)
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+    return tuple(decisions)
+
+
+def _heads(graph: fx.Graph, least: int) -> list[Head | Refused]:
+    try:
+        return find_heads(graph, least)
+    except Exception:
+        log.warning("hot: no head could be read; they stay as they are", exc_info=True)
+        return []
+
+
+class _Rewrite:
+    """One head's new nodes."""
+
+    def __init__(self, graph: fx.Graph, head: Head, decision: HeadDecision) -> None:
+        self._graph, self._head, self._decision = graph, head, decision
+        self._forward = Emitter(graph, graph.output_node(), head.product)
+        self._backward = Emitter(graph, graph.output_node(), self._first_reader())
+
+    def swaps(self) -> list[tuple[fx.Node, fx.Node]]:
+        """(node, what takes its place): of the loss's row quantities, gradients and logits."""
+        make = {FORWARD: self._in_forward, BACKWARD: self._in_backward}[self._decision.way]
+        statistics, logits, gradients = make()
+        swaps = [(node, self._result(node, statistics)) for node in self._head.reading.results]
+        for node in self._head.returned:
+            swaps.append((node, self._forward(aten.reshape.default, logits, self._sizes(node))))
+        return swaps + gradients
+
+    def _first_reader(self) -> fx.Node:
+        return next(iter(self._head.reading.readers))
+
+    def _in_forward(self) -> tuple[fx.Node, fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        tangent = ScalarTangent(self._head)
+        write = RowWriter(self._forward, None, tangent.units(self._forward))
+        made = self._forward(
+            hot.head_both.default,
+            *self._given(self._forward),
+            self._coefficients(write),
+            *self._form,
+            self._logits_dtype,
+            self._wanted,
+        )
+        parts = [self._forward(operator.getitem, made, n) for n in range(5)]
+        scaled = [self._backward(aten.mul.Tensor, part, tangent.node) for part in parts[2:]]
+        return parts[0], parts[1], self._gradients(scaled)
+
+    def _in_backward(self) -> tuple[fx.Node, fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        head = self._head
+        first = self._forward(
+            hot.head_statistics.default,
+            *self._given(self._forward),
+            *self._form,
+            self._logits_dtype,
+        )
+        statistics, logits = (self._forward(operator.getitem, first, n) for n in range(2))
+        emit = self._backward
+        write = RowWriter(emit, statistics)
+        extra = head.coefficients.extra
+        if extra is not None:
+            extra = emit(aten.reshape.default, extra, [-1, head.value.shape[1]])
+        made = emit(
+            hot.head_gradients.default,
+            *self._given(emit),
+            emit(aten.select.int, statistics, 0, 1),
+            self._coefficients(write),
+            extra,
+            head.coefficients.extra_scale,
+            *self._form,
+            self._wanted,
+        )
+        parts = [emit(operator.getitem, made, n) for n in range(3)]
+        return statistics, logits, self._gradients(parts)
+
+    @property
+    def _form(self) -> tuple[float, bool, float]:
+        assert self._head.reading.form is not None
+        return self._head.reading.form
+
+    @property
+    def _wanted(self) -> list[bool]:
+        head = self._head
+        return [bool(head.grad_inputs), bool(head.grad_weights), bool(head.grad_biases)]
+
+    @property
+    def _logits_dtype(self) -> torch.dtype | None:
+        returned = self._head.returned
+        return returned[0].meta["val"].dtype if returned else None
+
+    def _given(self, emit: Emitter) -> tuple[fx.Node | None, ...]:
+        """x, weight [O, I], bias, target, column."""
+        head, reading = self._head, self._head.reading
+        weight = emit.permute(head.weight, [1, 0]) if head.weight_is_io else head.weight
+        column = reading.column
+        if column is not None:
+            column = emit.cast(emit(aten.reshape.default, column, [-1]), torch.float32)
+        target: Any = None
+        if reading.index is not None:
+            write = RowWriter(emit, None)
+            target = write.flat(reading.index.node, reading.index.shape)
+            for cut in reversed(reading.index_window):
+                target = write.widen(target, cut)
+        return head.x, weight, head.bias, target, column
+
+    def _coefficients(self, write: RowWriter) -> fx.Node:
+        emit, head = write.emit, self._head
+        rows = emit.size(head.x, 0)
+        parts = (head.coefficients.a, head.coefficients.b, head.coefficients.c)
+        vectors = [write.vector(part, rows, head.x) for part in parts]
+        return emit(aten.cat.default, [emit(aten.unsqueeze.default, v, 0) for v in vectors])
+
+    def _result(self, node: fx.Node, statistics: fx.Node) -> fx.Node:
+        reading = self._head.reading
+        emit = Emitter(self._graph, self._graph.output_node(), node)
+        window = reading.windows[node]
+        return as_result(emit, RowWriter(emit, statistics), node, reading.results[node], window)
+
+    def _gradients(self, parts: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+        head, emit = self._head, self._backward
+        readers = zip(parts, (head.grad_inputs, head.grad_weights, head.grad_biases), strict=True)
+        return [(node, self._like(emit, part, node)) for part, nodes in readers for node in nodes]
+
+    def _like(self, emit: Emitter, part: fx.Node, node: fx.Node) -> fx.Node:
+        """``part`` in the dtype and layout of the reader it replaces."""
+        want = node.meta["val"]
+        part = emit.cast(part, want.dtype)
+        if node in self._head.grad_biases:
+            return emit(aten.reshape.default, part, list(want.shape))
+        first = node.args[0]
+        is_io = node in self._head.grad_weights and first not in self._head.reading.wide
+        return emit.permute(part, [1, 0]) if is_io else part
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
+        """Sizes of a node, as arguments of a reshape."""
+        shape = node.meta["val"].shape
+        symbolic = [n for n in shape if not isinstance(n, int)]
+        if len(symbolic) <= 1:
+            return [n if isinstance(n, int) else -1 for n in shape]
+        return [self._forward.size(node, d) for d in range(len(shape))]

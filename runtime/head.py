@@ -1,0 +1,309 @@
+"""Operators of a head that go through it in chunks: no logits, no gradient of theirs, as a whole.
+
+Defined by ``reference_head.py``. Each is functional, returns fresh contiguous tensors and reads
+nothing back to the host. Products are the library's. Importing this registers them:
+
+* ``hot::head_statistics``: of every row of the logits, and the logits if the caller gets them;
+* ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again, by columns;
+* ``hot::head_both``: both in one go, by rows, where the coefficients are known before the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hot_compile.runtime.head_rows import (
+    Chunk,
+    Form,
+    Gradient,
+    chunk_gradient,
+    chunk_statistics,
+)
+
+STATISTICS = 4
+CHUNK_BYTES = 2**29
+"""Most bytes of a chunk of logits."""
+_LEAST_BYTES = 2**23
+_ALIGN = 16
+"""Elements to which a chunk's rows are padded in memory: products of an odd width are slow."""
+
+_HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? column"
+_FORM = "float inner, bool cap, float outer"
+SCHEMAS = {
+    "head_statistics": (
+        f"({_HEAD}, {_FORM}, ScalarType? logits_dtype) -> (Tensor statistics, Tensor logits)"
+    ),
+    "head_gradients": (
+        f"({_HEAD}, Tensor lse, Tensor coefficients, Tensor? extra, float extra_scale, {_FORM},"
+        " bool[3] wanted) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
+    ),
+    "head_both": (
+        f"({_HEAD}, Tensor coefficients, {_FORM}, ScalarType? logits_dtype, bool[3] wanted)"
+        " -> (Tensor statistics, Tensor logits, Tensor grad_x, Tensor grad_weight,"
+        " Tensor grad_bias)"
+    ),
+}
+
+_LIBRARY = torch.library.Library("hot", "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
+
+
+def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight: bool) -> int:
+    """Rows of a chunk, so that chunks are even.
+
+    Each chunk adds to g_w, in fp32, which is read and written anew: so a chunk may take as much
+    memory as g_w does, which is there anyway. Without g_w small chunks cost nothing.
+    """
+    row = outputs * itemsize
+    most = outputs * inputs * 4 if grad_weight else 8 * _LEAST_BYTES
+    most = min(max(most, _LEAST_BYTES), CHUNK_BYTES)
+    count = max(1, -(-rows * row // most))
+    even = max(1, -(-rows // count))
+    return even if even < 512 else -(-even // 128) * 128  # whole tiles of a product
+
+
+def chunk_columns(rows: int, outputs: int, itemsize: int) -> int:
+    """Columns of a chunk: many enough for a product at full speed, in multiples of 128."""
+    fitting = 8 * _LEAST_BYTES // max(1, rows * itemsize)
+    return min(outputs, max(1024, fitting // 128 * 128))
+
+
+def _exact(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A step under autocast must not cast operands that the graph has cast already."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _head_statistics(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    inner: float,
+    cap: bool,
+    outer: float,
+    logits_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    form, target = Form(inner, cap, outer), _dense(target)
+    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+    logits = _logits(x, weight, logits_dtype)
+    with _exact(x.device):
+        for rows, room in _row_chunks(x, weight, False):
+            y = _logits_of(x, weight, bias, rows, room, logits, form)
+            chunk = Chunk(y, None if target is None else target[rows], column, form)
+            chunk_statistics(chunk, statistics[:, rows])
+    return statistics, logits
+
+
+def _head_both(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    coefficients: Tensor,
+    inner: float,
+    cap: bool,
+    outer: float,
+    logits_dtype: torch.dtype | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    form, target, coefficients = Form(inner, cap, outer), _dense(target), coefficients.contiguous()
+    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+    logits = _logits(x, weight, logits_dtype)
+    grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, torch.float32)
+    with _exact(x.device):
+        for rows, g in _row_chunks(x, weight, wanted[1]):
+            y = _logits_of(x, weight, bias, rows, g, logits, form)
+            chunk = Chunk(y, None if target is None else target[rows], column, form)
+            chunk_statistics(chunk, statistics[:, rows])
+            chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
+            if wanted[0]:
+                torch.mm(g, weight, out=grad_x[rows])
+            if wanted[1]:
+                _add_product(grad_weight, g.t(), x[rows])
+            if wanted[2]:
+                grad_bias += g.sum(0, dtype=torch.float32)
+    return statistics, logits, grad_x, grad_weight, grad_bias
+
+
+def _head_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    lse: Tensor,
+    coefficients: Tensor,
+    extra: Tensor | None,
+    extra_scale: float,
+    inner: float,
+    cap: bool,
+    outer: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
+    (rows, _), outputs = x.shape, weight.shape[0]
+    grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, x.dtype)
+    sum_x = torch.zeros_like(grad_x, dtype=torch.float32)
+    width = chunk_columns(rows, outputs, x.element_size())
+    scratch = x.new_empty((rows, width))
+    target = _dense(target)
+    with _exact(x.device):
+        for first in range(0, outputs, width):
+            columns = slice(first, min(first + width, outputs))
+            part = weight[columns]
+            y = scratch[:, : part.shape[0]]
+            _product(x, part, None if bias is None else bias[columns], y)
+            own = None if column is None else column[columns]
+            place = None if target is None else target - first
+            outside = None if extra is None else extra[:, columns]
+            gradient = Gradient(y, coefficients, outside, extra_scale)
+            chunk_gradient(Chunk(y, place, own, form), lse, gradient)
+            if wanted[0]:
+                _add_product(sum_x, y, part)
+            if wanted[1]:
+                torch.mm(y.t(), x, out=grad_weight[columns])
+            if wanted[2]:
+                torch.sum(y, 0, dtype=torch.float32, out=grad_bias[columns])
+    return grad_x.copy_(sum_x) if wanted[0] else grad_x, grad_weight, grad_bias
+
+
+def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, room for as many rows of y, which the next chunk gets, too), over all rows."""
+    rows, inputs = x.shape
+    outputs, itemsize = weight.shape[0], x.element_size()
+    size = chunk_rows(rows, outputs, inputs, itemsize, grad_weight)
+    padded = -(-outputs // _ALIGN) * _ALIGN
+    buffer = x.new_empty((min(size, rows), padded))
+    for first in range(0, rows, size):
+        place = slice(first, min(first + size, rows))
+        yield place, buffer[: place.stop - first, :outputs]
+
+
+def _logits_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: slice,
+    room: Tensor,
+    logits: Tensor,
+    form: Form,
+) -> Tensor:
+    """y of some rows; also written to the caller's ``logits``, if there is a caller.
+
+    Straight into them, where they are y itself and their rows begin where a product likes it.
+    """
+    plain = not form.cap and form.outer == 1
+    if logits.numel() and plain and logits.dtype == x.dtype and logits.shape[1] % _ALIGN == 0:
+        room = logits[rows]
+        _product(x[rows], weight, bias, room)
+        return room
+    _product(x[rows], weight, bias, room)
+    if logits.numel():
+        logits[rows] = room if plain else form(room)
+    return room
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (fp32) += a b, the sum never rounded to the operands' dtype where a library can."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:
+        return x.new_empty(0)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, wanted: list[bool], grad_weight: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for g_x, g_w, g_b; what chunks of rows add up starts at zero."""
+    outputs, inputs = weight.shape
+    return (
+        x.new_empty(tuple(x.shape) if wanted[0] else 0),
+        x.new_zeros((outputs, inputs) if wanted[1] else 0, dtype=grad_weight),
+        x.new_zeros((outputs,) if wanted[2] else 0, dtype=torch.float32),
+    )
+
+
+def _dense(target: Tensor | None) -> Tensor | None:
+    return None if target is None else target.contiguous()
+
+
+for _name in SCHEMAS:
+    for _device in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, globals()[f"_{_name}"], _device)
+
+
+@torch.library.register_fake("hot::head_statistics")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    inner: float,
+    cap: bool,
+    outer: float,
+    logits_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+    return statistics, _logits(x, weight, logits_dtype)
+
+
+@torch.library.register_fake("hot::head_gradients")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    lse: Tensor,
+    coefficients: Tensor,
+    extra: Tensor | None,
+    extra_scale: float,
+    inner: float,
+    cap: bool,
+    outer: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, weight, wanted, x.dtype)
+
+
+@torch.library.register_fake("hot::head_both")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    coefficients: Tensor,
+    inner: float,
+    cap: bool,
+    outer: float,
+    logits_dtype: torch.dtype | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+    gradients = _gradients(x, weight, wanted, torch.float32)
+    return statistics, _logits(x, weight, logits_dtype), *gradients

@@ -1,0 +1,123 @@
+"""Passes over a chunk of logits: statistics of its rows, and its gradient. Plain ATen, in blocks.
+
+A block of rows is small enough to stay in a CPU's cache over the half dozen passes that eager
+operators make of it. On CUDA the Triton kernels of ``head_triton.py`` make one pass of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_BLOCK = 2**19
+"""Elements of a block: 2 MiB in fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How logits come from the product: z = outer * tanh(inner * y), or outer * y."""
+
+    inner: float
+    cap: bool
+    outer: float
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """z in fp32, in fresh memory."""
+        z = y.to(torch.float32, copy=True)
+        if self.cap:
+            z = z.mul_(self.inner).tanh_()
+        return z if self.outer == 1 else z.mul_(self.outer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What the gradient of a chunk's logits is made of, and where it goes."""
+
+    out: Tensor
+    """[R, O] in the dtype the products read; may be the chunk of logits itself."""
+    coefficients: Tensor
+    """[3, R]."""
+    extra: Tensor | None = None
+    extra_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some rows and columns of the product y, and what belongs to them."""
+
+    y: Tensor
+    """[R, O']."""
+    target: Tensor | None
+    """[R], counted from the chunk's first column; another column's lies outside 0..O'-1."""
+    column: Tensor | None
+    """[O']."""
+    form: Form
+
+
+def chunk_statistics(chunk: Chunk, out: Tensor) -> None:
+    """Write the four statistics of every row of a chunk that is as wide as the logits.
+
+    ``out`` [4, R]. Raises what ``gather`` raises where a target is out of range.
+    """
+    if _has_triton(out):
+        from hot_compile.runtime.head_triton import statistics_
+
+        statistics_(chunk, out)
+        _pick(chunk, out[2])
+        return
+    for rows in _blocks(chunk.y):
+        z = chunk.form(chunk.y[rows])
+        part = out[:, rows]
+        part[0] = z.amax(1)
+        part[1] = torch.logsumexp(z, 1)
+        part[3] = z.sum(1) if chunk.column is None else z @ chunk.column
+    _pick(chunk, out[2])
+
+
+def _pick(chunk: Chunk, out: Tensor) -> None:
+    """z at each row's target. On CUDA a target out of range trips gather's device assertion."""
+    if chunk.target is None:
+        out.zero_()
+    else:
+        out.copy_(chunk.form(chunk.y.gather(1, chunk.target[:, None]))[:, 0])
+
+
+def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
+    """Write the gradient of a chunk's y, given the log-sum-exp [R] of its rows."""
+    if _has_triton(lse):
+        from hot_compile.runtime.head_triton import gradient_
+
+        gradient_(chunk, lse, gradient)
+        return
+    for rows in _blocks(chunk.y):
+        a, b, c = gradient.coefficients[:, rows, None]
+        z = chunk.form(chunk.y[rows])
+        slope = (z / chunk.form.outer).square_().neg_().add_(1) if chunk.form.cap else None
+        g = z.sub_(lse[rows, None]).exp_().mul_(a)
+        if chunk.target is not None:
+            place = chunk.target[rows, None]
+            inside = (place >= 0) & (place < g.shape[1])
+            g.scatter_add_(1, place.clamp(0, g.shape[1] - 1), torch.where(inside, b, 0.0))
+        g.add_(c if chunk.column is None else c * chunk.column)
+        if gradient.extra is not None:
+            g.add_(gradient.extra[rows], alpha=gradient.extra_scale)
+        gradient.out[rows] = g if slope is None else g.mul_(slope)
+
+
+def _blocks(y: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK // max(1, y.shape[1]))
+    return (slice(first, first + rows) for first in range(0, y.shape[0], rows))
+
+
+def _has_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and _triton_found()
+
+
+@functools.cache
+def _triton_found() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,407 @@
+"""Heads and their losses in chunks: forms of loss against eager, refusals, structure."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hot_compile.backend import hot
+from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.memory import peak_bytes
+from hot_compile.passes.pipeline import sources_hash
+from hot_compile.passes.plan import Plan
+from hot_compile.testing import step
+
+VOCABULARY, WIDTH, BATCH, TOKENS = 211, 16, 3, 8
+OPTIONS = {"head_min_bytes": 0, "memory": "off", "min_gain": 1e9}
+FORWARD, BACKWARD = "gradients in the forward", "logits twice"
+TARGET = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+IGNORING = TARGET.masked_fill(TARGET % 3 == 0, -100)
+WEIGHTS = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(2)) + 0.5
+
+
+def ce(logits, target=TARGET, **options):
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+
+
+def shifted(logits):
+    """As Transformers 4 wrote it."""
+    return ce(logits[..., :-1, :].contiguous(), TARGET[..., 1:].contiguous())
+
+
+def padded(logits):
+    """As Transformers 5 does: labels are shifted, logits are not."""
+    labels = F.pad(IGNORING, (0, 1), value=-100)[..., 1:].contiguous()
+    return ce(logits.float(), labels, reduction="sum") / 7
+
+
+def z_loss(logits):
+    return ce(logits) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def picked(logits):
+    return -logits.float().log_softmax(-1).gather(-1, TARGET[..., None]).mean()
+
+
+def by_hand(logits):
+    return (logits.logsumexp(-1) - logits.gather(-1, TARGET[..., None])[..., 0]).mean()
+
+
+def focal(logits):
+    loss = ce(logits, reduction="none")
+    return ((1 - (-loss).exp()) ** 2 * loss).mean()
+
+
+def capped(logits):
+    return ce(torch.tanh(logits / 3.0) * 3.0)
+
+
+LOSSES = {
+    "mean": (ce, FORWARD),
+    "sum": (functools.partial(ce, reduction="sum"), FORWARD),
+    "ignore": (functools.partial(ce, target=IGNORING), FORWARD),
+    "ignore index": (functools.partial(ce, ignore_index=5), FORWARD),
+    "none": (lambda y: ce(y, reduction="none").square().sum(), BACKWARD),
+    "smoothed": (functools.partial(ce, target=IGNORING, label_smoothing=0.1), FORWARD),
+    "weighted": (lambda y: ce(y, IGNORING, weight=WEIGHTS.to(y.dtype)), FORWARD),
+    "weighted, smoothed": (
+        lambda y: ce(y, IGNORING, weight=WEIGHTS.to(y.dtype), label_smoothing=0.1),
+        FORWARD,
+    ),
+    "shifted": (shifted, FORWARD),
+    "padded": (padded, FORWARD),
+    "class second": (lambda y: F.cross_entropy(y.transpose(1, 2), TARGET), FORWARD),
+    "scaled": (lambda y: ce(y * 0.0625), FORWARD),
+    "capped": (capped, FORWARD),
+    "z-loss": (z_loss, BACKWARD),
+    "picked": (picked, FORWARD),
+    "by hand": (by_hand, FORWARD),
+    "focal": (focal, BACKWARD),
+    "twice as much": (lambda y: 2 * ce(y) + ce(y).detach(), FORWARD),
+}
+
+
+class Head(nn.Module):
+    """A layer and a head, so that gradients have somewhere to go."""
+
+    def __init__(self, loss, bias=False, frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias).requires_grad_(not frozen)
+        self.loss = loss
+
+    def forward(self, x):
+        return self.loss(self.head(self.body(x).tanh()))
+
+
+def inputs(dtype=torch.float32, rows=BATCH):
+    return torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def outcome(model, x, backend, **keywords):
+    """[loss, gradients...] of one step."""
+    model.zero_grad()
+    if backend == "eager":
+        loss = model(x)
+        loss.backward()
+    else:
+        loss = step(model, x, backend=backend, **keywords)
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def chunked(model, x, options=None, **keywords):
+    """(outcome, decisions on heads) under the backend."""
+    reports = Reports()
+    backend = functools.partial(
+        hot, options=OPTIONS | (options or {}), recorder=reports, inner_compile=run_uncompiled
+    )
+    got = outcome(model, x, backend, **keywords)
+    return got, [head for graph in reports.graphs for head in graph.plan.heads]
+
+
+def error(got, want):
+    """Largest error of any tensor, relative to its norm."""
+    assert len(got) == len(want)
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+        for a, b in zip(got, want, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_form_of_loss_is_taken_and_exact(name):
+    loss, way = LOSSES[name]
+    model, x = Head(loss, bias=True), inputs()
+    got, (head,) = chunked(model, x)
+    assert (head.name, head.way) == ("head", way), head.reason
+    truth = outcome(Head(loss, bias=True).double(), x.double(), "eager")
+    assert error(got, truth) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mean", "capped", "z-loss", "smoothed"])
+def test_low_precision_is_no_further_from_fp64_than_eager(dtype, name):
+    loss, _ = LOSSES[name]
+    model, x = Head(loss).to(dtype), inputs(dtype)
+    got, (head,) = chunked(model, x)
+    assert head.chunked
+    truth = outcome(Head(loss).to(dtype).double(), x.double(), "eager")
+    eager = outcome(model, x, "eager")
+    assert error(got, truth) < 1.5 * error(eager, truth) + 1e-6
+
+
+def test_fp16_waits_for_the_scale_of_its_loss():
+    _, (head,) = chunked(Head(ce).half(), inputs(torch.float16))
+    assert head.way == BACKWARD
+    assert "underflow" in head.reason
+
+
+def test_autocast_is_seen_through():
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    model, x = Head(padded, bias=True), inputs()
+    model.zero_grad()
+    reports = Reports()
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
+    )
+    loss = step(autocast, x, backend=backend)
+    got = [loss, *(p.grad for p in model.parameters())]
+    truth = outcome(Head(padded, bias=True).double(), x.double(), "eager")
+    assert [h.dtype for g in reports.graphs for h in g.plan.heads] == ["bfloat16"]
+    assert error(got, truth) < 2e-2
+
+
+def test_a_frozen_head_gets_no_gradient():
+    got, (head,) = chunked(Head(ce, frozen=True), inputs())
+    assert head.chunked
+    assert error(got, outcome(Head(ce, frozen=True), inputs(), "eager")) < 1e-6
+
+
+def test_everything_ignored_is_nan_as_in_eager():
+    nothing = functools.partial(ce, target=torch.full_like(TARGET, -100))
+    got, (head,) = chunked(Head(nothing), inputs())
+    assert head.chunked
+    assert got[0].isnan()
+    for one, other in zip(got, outcome(Head(nothing), inputs(), "eager"), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_hardly_any_rows(rows):
+    target = TARGET[:rows, :1]
+
+    def loss(y):
+        return ce(y[:, :1], target, reduction="sum")
+
+    got, _ = chunked(Head(loss), inputs(rows=rows))
+    want = outcome(Head(loss), inputs(rows=rows), "eager")
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_label_out_of_range_is_the_error_it_was():
+    bad = TARGET.clone()
+    bad[1, 2] = VOCABULARY
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        chunked(Head(functools.partial(ce, target=bad)), inputs())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_every_gradient_it_reached(value):
+    x = inputs()
+    x[1, 2, 3] = value
+    got, _ = chunked(Head(ce), x)
+    for one, other in zip(got, outcome(Head(ce), x, "eager"), strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
+
+
+def test_lengths_may_change():
+    model = Head(lambda y: ce(y, TARGET[:, : y.shape[1]]))
+    reports = Reports()
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for tokens in (6, 5):
+        model.zero_grad()
+        loss = compiled(inputs()[:, :tokens])
+        loss.backward()
+        got = [loss.detach(), *(p.grad for p in model.parameters())]
+        assert error(got, outcome(Head(model.loss), inputs()[:, :tokens], "eager")) < 1e-6
+    (head,) = reports.graphs[0].plan.heads
+    assert len(reports.graphs) == 1
+    assert head.chunked
+    assert not head.shape[0].isdigit()
+
+
+def argmax_too(y):
+    return ce(y) + 0 * y.argmax(-1).float().mean()
+
+
+def both_sides(y):
+    flat = y.flatten(0, 1)
+    return ce(y) + F.cross_entropy(flat.t(), torch.zeros(VOCABULARY, dtype=torch.long))
+
+
+def two_labels(y):
+    return ce(y) + ce(y, TARGET.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (argmax_too, "also read by argmax"),
+        (both_sides, "reduced over more than the vocabulary|change their order"),
+        (two_labels, "two different labels"),
+        (lambda y: ce(y) + y.sigmoid().mean(), "also read by sigmoid"),
+        (lambda y: ce(y[..., :200], TARGET % 200), "vocabulary"),
+    ],
+)
+def test_logits_that_are_read_otherwise_stay_with_a_reason(loss, why):
+    got, (head,) = chunked(Head(loss), inputs())
+    assert not head.chunked
+    assert re.search(why, head.reason)
+    assert error(got, outcome(Head(loss), inputs(), "eager")) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"head": "off"}, "head='off'"),
+        ({"recipe": "exact"}, "head='off'"),
+        ({"keep_head": False}, "keep_head=False"),
+        ({"override": {"head": "int8"}}, "by override"),
+        ({"exclude": "head"}, "in exclude"),
+    ],
+)
+def test_options_leave_a_head_alone(options, why):
+    _, (head,) = chunked(Head(ce), inputs(), options)
+    assert not head.chunked
+    assert why in head.reason
+
+
+def test_small_logits_are_not_looked_at():
+    _, heads = chunked(Head(ce), inputs(), {"head_min_bytes": 2**20})
+    assert not heads
+
+
+def test_a_deep_residual_stream_is_read_in_no_time():
+    """Every layer's product reaches the loss over twice as many paths as the one before."""
+
+    class Deep(Head):
+        def forward(self, x):
+            for _ in range(40):
+                x = x + self.body(x) * torch.tanh(x)
+            return self.loss(self.head(x))
+
+    _, (head,) = chunked(Deep(ce), inputs())
+    assert head.chunked
+
+
+class Returning(Head):
+    """The caller gets loss and logits, as from Hugging Face's models."""
+
+    def forward(self, x):
+        logits = self.head(self.body(x).tanh())
+        return self.loss(logits), logits
+
+
+@pytest.mark.parametrize("use", ["loss", "both", "logits"])
+def test_logits_of_the_caller_have_their_gradient(use):
+    def total(result):
+        loss, logits = result
+        return {"loss": loss, "both": loss + logits.square().mean(), "logits": logits.sin().sum()}[
+            use
+        ]
+
+    want = outcome(Total(total), inputs(), "eager")
+    reports = Reports()
+    model = Returning(ce, bias=True)
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
+    )
+    torch._dynamo.reset()
+    result = torch.compile(model, backend=backend)(inputs())
+    total(result).backward()
+    got = [total(result).detach(), *(p.grad for p in model.parameters())]
+    (head,) = reports.graphs[0].plan.heads
+    assert (head.way, head.returned) == (FORWARD, True)
+    assert error(got, want) < 1e-5
+    torch.testing.assert_close(result[1], Returning(ce, bias=True)(inputs())[1])
+
+
+class Total(Returning):
+    """The scalar that the caller makes of loss and logits."""
+
+    def __init__(self, total):
+        super().__init__(ce, bias=True)
+        self.total = total
+
+    def forward(self, x):
+        return self.total(super().forward(x))
+
+
+def test_neither_logits_nor_their_gradient_are_in_the_graphs():
+    graphs = {}
+
+    class Keeping(Reports):
+        def graph(self, stage, graph):
+            owner = getattr(graph, "graph", graph)
+            graphs[stage] = [(n.target, n.meta.get("val")) for n in owner.nodes]
+
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=Keeping(), inner_compile=run_uncompiled
+    )
+    step(Head(ce), inputs(), backend=backend)
+    rows = BATCH * TOKENS
+    for stage in ("forward", "backward"):
+        sizes = [v.numel() for _, v in graphs[stage] if isinstance(v, torch.Tensor)]
+        assert max(sizes) < rows * VOCABULARY
+    heads = [t for t, _ in graphs["forward"] if getattr(t, "namespace", "") == "hot"]
+    assert heads == [torch.ops.hot.head_both.default]
+    assert not [t for t, _ in graphs["backward"] if getattr(t, "namespace", "") == "hot"]
+
+
+def test_peak_is_far_below_the_logits():
+    rows, vocabulary = 512, 20011
+    logits = rows * vocabulary * 4
+    model = nn.Linear(8, vocabulary, bias=False)
+    x = torch.randn(rows, 8, requires_grad=True)
+    target = torch.randint(0, vocabulary, (rows,))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: F.cross_entropy(model(x), target), backend="hot")
+    compiled(x).backward()
+    peak = peak_bytes(lambda: compiled(x).backward(), torch.device("cpu"))
+    assert peak < 0.5 * logits
+
+
+def test_a_plan_with_heads_survives_json():
+    reports = Reports()
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
+    )
+    step(Head(ce), inputs(), backend=backend)
+    plan = reports.graphs[0].plan
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.heads[0].bytes_left_out == plan.heads[0].logits_bytes
+
+
+def test_a_source_in_a_subfolder_is_part_of_the_identity(monkeypatch, tmp_path):
+    from hot_compile.passes import pipeline
+
+    (tmp_path / "inside").mkdir()
+    source = tmp_path / "inside" / "rule.py"
+    monkeypatch.setattr(pipeline, "__file__", str(tmp_path / "pipeline.py"))
+    digests = set()
+    for text in ("a = 1", "a = 2"):
+        source.write_text(text)
+        digests.add(sources_hash.__wrapped__())
+    assert len(digests) == 2
