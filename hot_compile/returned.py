@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .auto import twin
 from .config import HotConfig
 from .passes.site import hint
+from .watching import twin
 
 _PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}
 _LOSSES = ("cross_entropy", "log_softmax", "logsumexp", "nll_loss")

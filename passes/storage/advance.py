@@ -10,6 +10,7 @@ take no more than it does.
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import networkx as nx
 import torch
@@ -156,7 +157,7 @@ class _Cut:
         arriving.target = arriving.name = name
         arriving.meta = {"val": there.meta["val"]}
         later.replace_all_uses_with(arriving)
-        outputs: list[object] = []
+        outputs: list[Any] = []
         for place, value in enumerate(returned(self._forward)):
             is_slot = value is saved and place >= self._user_outputs
             outputs += [there, value] if is_slot else [value]

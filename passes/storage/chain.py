@@ -213,7 +213,8 @@ def _is_multiple(user: fx.Node, chain: Chain) -> bool:
 
 def _typical_values(made: fx.Node) -> Tensor:
     """Samples of the tensor: of what it is a function of, through that function."""
-    path, node = [], made
+    path: list[fx.Node] = []
+    node = made
     while len(path) < _ROOT_STEPS and _is_unary(node):
         path.append(node)
         (node,) = node.all_input_nodes

@@ -49,8 +49,6 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
     if any(hint(strides[d]) == 0 and hint(sizes[d]) > 1 for d in range(value.dim())):
         return "expanded: its memory is smaller than it looks"
     order = sorted(range(value.dim()), key=lambda d: (hint(sizes[d]) > 1, -hint(strides[d])))
-    if unit is Unit.CHANNEL:
-        return _by_channel(value, order)
     run, outer = 1, len(order)
     for dim in reversed(order):
         if not isinstance(sizes[dim], int) or (sizes[dim] > 1 and strides[dim] != run):
@@ -58,6 +56,9 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
     image = _channels_last(value, order, run)
+    if unit is Unit.CHANNEL:
+        positions = (1, run // innermost, innermost) if image else ()
+        return _by_channel(value, order, outer, positions)
     lanes, group = 1, None
     if unit is Unit.GROUP and image:
         lanes, group = innermost, _group((run // innermost,), scheme)
@@ -83,9 +84,14 @@ def packed_bytes(value: Tensor, scheme: Scheme) -> int:
     return elements * spec.bits // 8 + sharing * spec.parameter_bytes
 
 
-def _by_channel(value: Tensor, order: list[int]) -> Layout | str:
+def _by_channel(
+    value: Tensor, order: list[int], outer: int, positions: tuple[int, ...]
+) -> Layout | str:
+    """``positions``: the cut of a channels-last image, whose channels are its last part."""
     if value.dim() <= CHANNEL_DIM:
         return "it has no channels"
+    if positions:
+        return Layout(tuple(order), outer, positions, (*range(outer), -3, -2))
     place = order.index(CHANNEL_DIM)
     over = tuple(dim for dim in range(len(order)) if dim != place)
     return Layout(tuple(order), len(order), (), over)

@@ -56,9 +56,10 @@ def pack(
         return _pack_6(emit, cut)
     if scheme is Scheme.GROUPS12:
         return _pack_12(emit, cut)
-    values, centre = emit.cast(cut, torch.float32), ()
+    values = emit.cast(cut, torch.float32)
+    centre: tuple[fx.Node, ...] = ()
     if scheme.spec.unit is Unit.CHANNEL:
-        given = None if mean is None else emit.permute(mean, layout.order)
+        given = None if mean is None else _shaped(emit, emit.permute(mean, layout.order), layout)
         values, width, centre = _centred(emit, values, layout.over, given)
     else:
         width = emit(aten.amax.default, _finite_size(emit, values), list(layout.over), True)
@@ -96,6 +97,14 @@ def _cut(emit: Emitter, x: fx.Node, layout: Layout) -> fx.Node:
         return memory
     outer = [emit.size(memory, dim) for dim in range(layout.outer)]
     return emit(aten.view.default, memory, [*outer, *layout.cut])
+
+
+def _shaped(emit: Emitter, mean: fx.Node, layout: Layout) -> fx.Node:
+    """``mean``, one number a channel, to broadcast over the view in which scales are found."""
+    if not layout.cut:
+        return mean
+    channels = mean.meta["val"].shape[-1]
+    return emit(aten.view.default, mean, [1] * (layout.outer + 2) + [channels])
 
 
 def _laid_out(

@@ -121,7 +121,7 @@ class Facts:
     gradients: Set[fx.Node]
     """What depends on a tangent."""
     settled: Callable[[fx.Node, int], bool]
-    """Whether a gradient node comes after a layer's product (one with parameters), or after a
+    """Whether a gradient node comes after a layer's product (one with parameters), attention, or a
     tangent of at least so many elements: not a loss's own derivative."""
     activations: Set[str]
     """Names of placeholders that hold more than functions of parameters."""
@@ -132,7 +132,11 @@ def facts(backward: fx.Graph, activations: Set[str]) -> Facts:
     tangents = [node for node in backward.nodes if is_tangent(node)]
     gradients = closure(tangents)
     data = closure(n for n in placeholders(backward) if n.name in activations or is_tangent(n))
-    products = [n for n in gradients if _is_product(n) and set(n.all_input_nodes) - data]
+    products = [
+        n
+        for n in gradients
+        if _is_attention(n) or (_is_product(n) and set(n.all_input_nodes) - data)
+    ]
     after_products = closure(products)
     by_size = {t: closure([t]) for t in tangents if isinstance(t.meta.get("val"), torch.Tensor)}
 

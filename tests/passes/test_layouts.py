@@ -66,8 +66,8 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
         assert layouts.in_memory(node).shape[1] == CHANNELS
     by_name = {c.name: c for c in graph.crossing}
     values = BATCH * CHANNELS * SIZE**2
-    assert by_name["convolution"].scheme == "int8_mask"
-    assert by_name["convolution"].bytes == values + CHANNELS * 2  # the scales
+    assert by_name["convolution"].scheme == "channels8_mask"
+    assert by_name["convolution"].bytes == values + CHANNELS * 8  # scales and means
 
 
 def test_strides_are_kept_where_inductor_keeps_them(monkeypatch, step):
@@ -83,7 +83,7 @@ def test_an_inductor_that_does_not_say_changes_nothing(monkeypatch, step):
     monkeypatch.setattr(layouts.GraphLowering, "decide_layout_opt", missing)
     found, graph = marked(monkeypatch, *step[:2])
     assert found == []
-    assert {c.scheme for c in graph.crossing if c.name == "convolution"} == {"int4"}
+    assert {c.scheme for c in graph.crossing if c.name == "convolution"} == {"channels8_mask"}
 
 
 def test_nothing_is_laid_out_twice(step):

@@ -89,7 +89,7 @@ def test_codes_are_within_half_a_step_of_the_fourth_root(scheme, shape, dtype, s
     widest = want.abs().amax(1, keepdim=True) * (1 + 2**-7)
     levels = scheme.spec.levels
     code = (want.abs() / widest) ** 0.25 * levels
-    rounding = want.abs() * ROUNDING[dtype] + 1e-12
+    rounding = want.abs() * ROUNDING[dtype] + (1e-7 if dtype is torch.float16 else 1e-12)
     least = ((code - 0.51).clamp_min(0) / levels) ** 4 * want.abs().amax(1, keepdim=True)
     most = ((code + 0.51) / levels) ** 4 * widest
     assert (got.abs() >= least - rounding).all()
@@ -188,13 +188,24 @@ def test_compiled_code_stores_the_same_bits(scheme, dtype):
     assert (y - z).float().norm() < 0.01 * x.float().norm()
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12])
+@pytest.mark.parametrize("scheme", [Scheme.GROUPS12, *CODED])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nan_and_infinity_come_back_and_leave_their_neighbours_alone(scheme, compiled):
+    torch.manual_seed(0)
+    x = torch.randn(4, 256)
+    x[1, 200], x[1, 7], x[2, 9], x[3] = torch.nan, torch.inf, -torch.inf, torch.nan
+    _, y = round_trip(x, scheme, compiled)
+    special = ~x.isfinite()
+    assert torch.equal(y[special].nan_to_num(1), x[special].nan_to_num(1))
+    assert ((y - x)[~special].norm() / x[~special].norm()) < 0.06
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_group_with_nan_or_inf_comes_back_non_finite_and_alone(scheme, bad, compiled):
+def test_a_group_of_int4_with_nan_or_inf_comes_back_non_finite_and_alone(bad, compiled):
     x = torch.randn(4, 256)
     x[1, 200] = bad
-    _, y = round_trip(x, scheme, compiled)
+    _, y = round_trip(x, Scheme.INT4, compiled)
     poisoned = ~torch.isfinite(y)
     assert poisoned[1, 128:].all()
     assert poisoned.sum() == 128
@@ -266,7 +277,7 @@ def test_masks_beside_nan_and_infinity(scheme):
     x[0, 3, 1, 1], x[1, 5, 2, 2] = torch.nan, torch.inf
     mask = x > 0
     _, y, outcome = masked_round_trip(x, mask, scheme.masked)
-    lost = y.isnan()
+    lost = ~y.isfinite()
     assert lost[0, 3, 1, 1]
     assert lost[1, 5, 2, 2]
     assert not lost.all()
