@@ -126,8 +126,11 @@ class _Cut:
             possible = [found for found in tried if found and self._tolerant(found - cuts, found)]
             if not possible:
                 return None
-            cuts = min(possible, key=len)
+            cuts = min(possible, key=lambda found: (self._refused(root, found), len(found)))
         return None
+
+    def _refused(self, root: fx.Node, cuts: Set[fx.Node]) -> bool:
+        return bool(read(root, self._judge.facts, cuts).refusal)
 
     def _tolerant(self, nodes: Set[fx.Node], cuts: Set[fx.Node]) -> bool:
         """None of ``nodes`` need be exact where ``cuts`` are saved."""

@@ -46,7 +46,7 @@ def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
     return tuple(
         scheme
         for scheme in crosser.schemes
-        if scheme is Scheme.EXACT or scheme.spec.bits >= config.memory_bits
+        if scheme in (Scheme.EXACT, Scheme.BITS) or scheme.spec.bits >= config.memory_bits
     )
 
 

@@ -228,11 +228,12 @@ def _fitting(crosser: Crosser) -> Crosser:
 def _tried(crosser: Crosser, reading: Reading) -> Crosser:
     """``crosser`` without the schemes that what is recomputed from it does not tolerate."""
     assert reading.chain is not None
-    if reading.chain.plain:
+    if reading.chain.plain or crosser.schemes == _EXACT:
         return crosser
     problem, kept = "", [Scheme.EXACT]
     for scheme in crosser.schemes[1:]:
-        problem = reading.chain.try_scheme(scheme, crosser.saved)
+        # 4 bits are the user's own choice: they hold where 6 do, but for outliers
+        problem = "" if scheme is Scheme.INT4 else reading.chain.try_scheme(scheme, crosser.saved)
         if problem:
             break  # a coarser one would do worse
         kept.append(scheme)
