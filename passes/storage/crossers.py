@@ -23,7 +23,14 @@ from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.match import GraphInputs
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.layout import Layout, layout_of
-from hot_compile.passes.storage.readers import FLOATS, Facts, Reading, facts, read
+from hot_compile.passes.storage.readers import (
+    FLOATS,
+    REDUCTIONS,
+    Facts,
+    Reading,
+    facts,
+    read,
+)
 from hot_compile.passes.storage.schemes import Scheme
 
 _EXACT = (Scheme.EXACT,)
@@ -123,6 +130,8 @@ class Judge:
             return "made of parameters only"
         if bytes_of(value) < self._smallest or value.dim() == 0:
             return "small"
+        if base(saved).target in REDUCTIONS:
+            return "a statistic"
         if is_packed(saved):
             return "compressed already, for a layer's product"
         if saved.meta.get("saved_tensor_with_no_vc_check"):

@@ -62,7 +62,9 @@ PRODUCTS = {
 """A layer's: linear in the tensor, which is one factor; gradients' errors are relative."""
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
 """The same of attention written by hand."""
-_ATTENTION_FINE, _ATTENTION_LINEAR = {"query", "key"}, {"value", "out"}
+_ATTENTION_OPERANDS = {"query", "key", "value", "out"}
+"""Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
+have in common cancels between the two sums that a softmax's backward subtracts."""
 _FUSED = {torch.ops.prims.fma.default} if hasattr(torch.ops.prims, "fma") else set()
 LINEAR_IN_GRADIENT = {
     aten.mul.Tensor,
@@ -101,7 +103,7 @@ class Reading:
     product: bool = False
     """A layer's product, exact or ours, reads it through no more than views and casts."""
     fine: bool = False
-    """Attention multiplies it to logits: their errors are absolute."""
+    """A softmax's backward reads it, which takes a difference: its errors are absolute."""
     batched: bool = False
     """Attention reads it."""
     channel: bool = False
@@ -304,11 +306,10 @@ class _Reader:
 
     def _attention(self, node: fx.Node, user: fx.Node) -> None:
         names = {name for name, value in _named_arguments(user) if value is node}
-        beyond = names - _ATTENTION_FINE - _ATTENTION_LINEAR
+        beyond = names - _ATTENTION_OPERANDS
         if beyond:
             self._refuse(f"attention's {', '.join(sorted(beyond))}")
-        self.reading.batched = True
-        self.reading.fine |= bool(names & _ATTENTION_FINE)
+        self.reading.batched = self.reading.fine = True
         self._chain.end(node)
 
     def _note_rows(self, reduction: fx.Node) -> None:

@@ -54,11 +54,12 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def seeds_of(text: str) -> list[int]:
-    """``"3:7"`` and ``"3,5"`` as numbers."""
-    if ":" in text:
-        first, last = text.split(":")
-        return list(range(int(first or 0), int(last)))
-    return [int(seed) for seed in text.split(",") if seed]
+    """``"3:7"``, ``"3,5"`` and ``"3:7,9"`` as numbers."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition(":")
+        found += range(int(first or 0), int(last)) if last else [int(first)]
+    return found
 
 
 # ---- one process
