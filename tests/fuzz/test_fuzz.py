@@ -12,7 +12,7 @@ def clean(*arguments: str) -> bool:
 
 
 KNOWN = {
-    39: "fp16, logits times 64, one input 100 deviations off: ordinary rows of a qkv at cosine 0.83",
+    39: "fp16, logits times 64, an input 100 deviations off: ordinary rows of a qkv at 0.83",
     131: "a norm over one element, whose exact gradient is rounding itself",
     154: "recipe int8, one input 100 deviations off: ordinary rows of a qkv at cosine 0.98",
 }
