@@ -210,7 +210,8 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
         return (Scheme.EXACT, Scheme.CHANNELS8)
     if reading.fine:  # on a uniform grid, which only a multiple of the tensor tolerates
         assert reading.chain is not None
-        return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain else _EXACT
+        wide = saved.meta["val"].dtype.itemsize > 2  # of 16 bits, 12 are not worth two passes
+        return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain and wide else _EXACT
     lies_in_rows = isinstance(layout_of(in_memory(saved), Scheme.ROWS8), Layout)
     along_rows = lies_in_rows and not reading.batched
     eight = Scheme.ROWS8 if along_rows else Scheme.GROUPS8
@@ -229,7 +230,7 @@ def _fitting(crosser: Crosser) -> Crosser:
         else:
             problem = layout
     if len(kept) == 1:
-        problem = problem or "a function of it meets a softmax"
+        problem = problem or "meets a softmax, which wants 12 bits: too few less than it has"
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
 
