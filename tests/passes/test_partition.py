@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from samples_storage import ALL, Block, crossing
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -13,14 +14,6 @@ from hot_compile.passes.storage.crossers import Judge, crossers
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.testing import cosine, hot_step
 
-ALL = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
-
-
-def crossing(function, *inputs, **options):
-    """Everything that crosses, by the module that made it; the function's parameters get grads."""
-    _, graphs = hot_step(function, *inputs, options={**ALL, **options})
-    return [c for graph in graphs for c in graph.crossing]
-
 
 def held(function, *inputs, **options):
     return sum(c.bytes for c in crossing(function, *inputs, **options))
@@ -28,41 +21,6 @@ def held(function, *inputs, **options):
 
 def schemes(kept, module):
     return {c.scheme for c in kept if c.module.startswith(module) and c.bytes_before >= 1024}
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block on fused attention: causal, rotary, grouped keys, or masked."""
-
-    def __init__(self, width=128, heads=4, kv_heads=4, causal=False, rotary=False, dropout=0.0):
-        super().__init__()
-        self.heads, self.kv_heads, self.causal, self.rotary = heads, kv_heads, causal, rotary
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q = nn.Linear(width, width)
-        self.kv = nn.Linear(width, 2 * kv_heads * (width // heads))
-        self.proj = nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def split(self, x, heads):
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def rotate(self, x):
-        angle = torch.arange(x.shape[-2]).view(-1, 1) * torch.rand(1, x.shape[-1])
-        first, second = x.chunk(2, -1)
-        return x * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
-
-    def forward(self, x, mask=None):
-        y = self.norm1(x)
-        k, v = self.kv(y).chunk(2, -1)
-        q, k, v = self.split(self.q(y), self.heads), *(self.split(t, self.kv_heads) for t in (k, v))
-        if self.rotary:
-            q, k = self.rotate(q), self.rotate(k)
-        gqa = self.heads != self.kv_heads
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=gqa
-        )
-        x = x + self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
 
 
 def stack(**kwargs):
@@ -118,120 +76,6 @@ def test_logits_stay_exact_and_attention_weights_are_stored_as_probabilities():
     assert [c.scheme for c in logits] == ["exact"]
     weights = [c for c in kept if c.shape == ("4", "32", "32")]
     assert {c.scheme for c in weights} == {"groups12"}
-
-
-def followed_by_a_layer(function, width=256):
-    """A loss in which ``function`` stands between two layers, and the layers."""
-    first, second = nn.Linear(64, width), nn.Linear(width, 64)
-    return nn.ModuleList([first, second]), lambda x: second(function(first(x))).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (lambda h: 1 / (h + 3), ""),
-        (lambda h: 1 / h, ""),
-        (lambda h: torch.sin(30 * h), "periodic"),
-        (lambda h: torch.exp(h) + torch.exp(2 * h), "steep"),
-        (lambda h: h.abs().sqrt(), "pole"),
-        (lambda h: h / h.amax(), ""),
-        (lambda h: h.amax(0, keepdim=True) * h, ""),
-        (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), "periodic"),
-        (lambda h: h * torch.arange(256)[h.clamp(0, 255).long()], "int64"),
-    ],
-)
-def test_what_does_not_tolerate_rounding_stays_exact(function, why):
-    torch.manual_seed(0)
-    layers, loss = followed_by_a_layer(function)
-    x = torch.randn(64, 64)
-    loss(x).backward()
-    exact = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    kept = crossing(loss, x, exclude="*")
-    large = [c for c in kept if c.shape == ("64", "256")]
-    assert not why or any(why in c.reason for c in large), [(c.name, c.reason) for c in large]
-    for p, want in zip(layers.parameters(), exact, strict=True):
-        assert cosine(p.grad, want) > 0.995
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [F.gelu, F.silu, F.mish, F.relu, F.hardswish, F.leaky_relu, F.relu6,
-     lambda h: F.gelu(h, approximate="tanh"), lambda h: F.relu(h).square()],
-)  # fmt: skip
-@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
-def test_activations_are_stored_rounded_at_any_scale(activation, spread):
-    torch.manual_seed(0)
-    layers, loss = followed_by_a_layer(lambda h: activation(h * spread))
-    x = torch.randn(256, 64)
-    loss(x).backward()
-    exact = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    kept = crossing(loss, x, exclude="*")
-    hidden = [c for c in kept if c.shape == ("256", "256") and c.dtype == "float32"]
-    assert hidden
-    assert "exact" not in {c.scheme for c in hidden}
-    for p, want in zip(layers.parameters(), exact, strict=True):
-        assert cosine(p.grad, want) > 0.995
-
-
-@pytest.mark.parametrize("loss_of", [F.mse_loss, F.l1_loss, F.smooth_l1_loss])
-@pytest.mark.parametrize("act", [torch.tanh, torch.sigmoid, lambda y: y])
-def test_a_loss_near_its_target_stays_exact(loss_of, act):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
-    x = torch.randn(128, 64)
-    target = act(net(x)).detach() + 1e-3 * torch.randn(128, 256)
-    loss_of(act(net(x)), target).backward()
-    exact = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    crossing(lambda x, t: loss_of(act(net(x)), t), x, target, exclude="*")
-    for p, want in zip(net.parameters(), exact, strict=True):
-        assert cosine(p.grad, want) > 0.998
-
-
-@pytest.mark.parametrize("mean", [0.0, 3.0, 100.0])
-@pytest.mark.parametrize("norm", ["batch 1d", "batch 2d", "layer", "group"])
-def test_norms_keep_their_digits_whatever_the_mean(norm, mean):
-    torch.manual_seed(0)
-    if norm in ("batch 1d", "layer"):
-        first, last = nn.Linear(32, 64), nn.Linear(64, 16)
-        middle = nn.BatchNorm1d(64) if norm == "batch 1d" else nn.LayerNorm(64)
-        x = torch.randn(512, 32)
-    else:
-        first, last = nn.Conv2d(8, 64, 1), nn.Conv2d(64, 16, 1)
-        middle = nn.BatchNorm2d(64) if norm == "batch 2d" else nn.GroupNorm(4, 64)
-        x = torch.randn(16, 8, 8, 8)
-    net = nn.Sequential(first, middle, nn.SiLU(), last)
-    with torch.no_grad():
-        first.bias += mean
-    weight = torch.randn_like(net(x))
-    (net(x) * weight).sum().backward()
-    exact = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    kept = crossing(lambda x, w: (net(x) * w).sum(), x, weight, exclude="*")
-    assert any(c.scheme not in ("exact", "bits") for c in kept)
-    for p, want in zip(net.parameters(), exact, strict=True):
-        if p is not first.bias and want.norm() > 1e-4:
-            assert cosine(p.grad, want) > 0.995
-
-
-@pytest.mark.parametrize("gain", [1.0, 8.0, 20.0])
-def test_attention_with_large_logits_keeps_its_gradient(gain):
-    torch.manual_seed(0)
-    block = Block(width=128)
-    with torch.no_grad():
-        block.q.weight *= gain
-        block.kv.weight[:128] *= gain
-        block.kv.bias[3:128:32] += 30.0  # a key's offset, which the softmax does not see
-    x, weight = torch.randn(4, 48, 128), torch.randn(4, 48, 128)
-    (block(x) * weight).mean().backward()
-    exact = {n: p.grad.clone() for n, p in block.named_parameters()}
-    block.zero_grad()
-    crossing(lambda x, w: (block(x) * w).mean(), x, weight, exclude="*")
-    for n, p in block.named_parameters():
-        if n != "kv.bias":
-            assert cosine(p.grad, exact[n]) > 0.99, n
 
 
 def test_an_unknown_reader_stays_exact():

@@ -1,0 +1,123 @@
+"""What may be stored rounded, by class of reader: gradients stay what they are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples_storage import Block, crossing
+from torch import nn
+
+from hot_compile.testing import cosine
+
+
+def followed_by_a_layer(function, width=256):
+    """A loss in which ``function`` stands between two layers, and the layers."""
+    first, second = nn.Linear(64, width), nn.Linear(width, 64)
+    return nn.ModuleList([first, second]), lambda x: second(function(first(x))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda h: 1 / (h + 3), ""),
+        (lambda h: 1 / h, ""),
+        (lambda h: torch.sin(30 * h), "periodic"),
+        (lambda h: torch.exp(h) + torch.exp(2 * h), "steep"),
+        (lambda h: h.abs().sqrt(), "pole"),
+        (lambda h: h / h.amax(), ""),
+        (lambda h: h.amax(0, keepdim=True) * h, ""),
+        (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), "periodic"),
+        (lambda h: h * torch.arange(256)[h.clamp(0, 255).long()], "int64"),
+    ],
+)
+def test_what_does_not_tolerate_rounding_stays_exact(function, why):
+    torch.manual_seed(0)
+    layers, loss = followed_by_a_layer(function)
+    x = torch.randn(64, 64)
+    loss(x).backward()
+    exact = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    kept = crossing(loss, x, exclude="*")
+    large = [c for c in kept if c.shape == ("64", "256")]
+    assert not why or any(why in c.reason for c in large), [(c.name, c.reason) for c in large]
+    for p, want in zip(layers.parameters(), exact, strict=True):
+        assert cosine(p.grad, want) > 0.995
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [F.gelu, F.silu, F.mish, F.relu, F.hardswish, F.leaky_relu, F.relu6,
+     lambda h: F.gelu(h, approximate="tanh"), lambda h: F.relu(h).square()],
+)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_activations_are_stored_rounded_at_any_scale(activation, spread):
+    torch.manual_seed(0)
+    layers, loss = followed_by_a_layer(lambda h: activation(h * spread))
+    x = torch.randn(256, 64)
+    loss(x).backward()
+    exact = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    kept = crossing(loss, x, exclude="*")
+    hidden = [c for c in kept if c.shape == ("256", "256") and c.dtype == "float32"]
+    assert hidden
+    assert "exact" not in {c.scheme for c in hidden}
+    for p, want in zip(layers.parameters(), exact, strict=True):
+        assert cosine(p.grad, want) > 0.995
+
+
+@pytest.mark.parametrize("loss_of", [F.mse_loss, F.l1_loss, F.smooth_l1_loss])
+@pytest.mark.parametrize("act", [torch.tanh, torch.sigmoid, lambda y: y])
+def test_a_loss_near_its_target_stays_exact(loss_of, act):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
+    x = torch.randn(128, 64)
+    target = act(net(x)).detach() + 1e-3 * torch.randn(128, 256)
+    loss_of(act(net(x)), target).backward()
+    exact = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    crossing(lambda x, t: loss_of(act(net(x)), t), x, target, exclude="*")
+    for p, want in zip(net.parameters(), exact, strict=True):
+        assert cosine(p.grad, want) > 0.998
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0, 100.0])
+@pytest.mark.parametrize("norm", ["batch 1d", "batch 2d", "layer", "group"])
+def test_norms_keep_their_digits_whatever_the_mean(norm, mean):
+    torch.manual_seed(0)
+    if norm in ("batch 1d", "layer"):
+        first, last = nn.Linear(32, 64), nn.Linear(64, 16)
+        middle = nn.BatchNorm1d(64) if norm == "batch 1d" else nn.LayerNorm(64)
+        x = torch.randn(512, 32)
+    else:
+        first, last = nn.Conv2d(8, 64, 1), nn.Conv2d(64, 16, 1)
+        middle = nn.BatchNorm2d(64) if norm == "batch 2d" else nn.GroupNorm(4, 64)
+        x = torch.randn(16, 8, 8, 8)
+    net = nn.Sequential(first, middle, nn.SiLU(), last)
+    with torch.no_grad():
+        first.bias += mean
+    weight = torch.randn_like(net(x))
+    (net(x) * weight).sum().backward()
+    exact = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    kept = crossing(lambda x, w: (net(x) * w).sum(), x, weight, exclude="*")
+    assert any(c.scheme not in ("exact", "bits") for c in kept)
+    for p, want in zip(net.parameters(), exact, strict=True):
+        if p is not first.bias and want.norm() > 1e-4:
+            assert cosine(p.grad, want) > 0.995
+
+
+@pytest.mark.parametrize("gain", [1.0, 8.0, 20.0])
+def test_attention_with_large_logits_keeps_its_gradient(gain):
+    torch.manual_seed(0)
+    block = Block(width=128)
+    with torch.no_grad():
+        block.q.weight *= gain
+        block.kv.weight[:128] *= gain
+        block.kv.bias[3:128:32] += 30.0  # a key's offset, which the softmax does not see
+    x, weight = torch.randn(4, 48, 128), torch.randn(4, 48, 128)
+    (block(x) * weight).mean().backward()
+    exact = {n: p.grad.clone() for n, p in block.named_parameters()}
+    block.zero_grad()
+    crossing(lambda x, w: (block(x) * w).mean(), x, weight, exclude="*")
+    for n, p in block.named_parameters():
+        if n != "kv.bias":
+            assert cosine(p.grad, exact[n]) > 0.99, n
