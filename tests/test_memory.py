@@ -68,7 +68,7 @@ def test_report_predicts_what_is_measured(tmp_path):
     assert model[1:][-1].weight.grad is None
     assert torch.equal(random, torch.get_rng_state())
     exact, recompute, hot = (report.measured[k] for k in ("exact", "exact+recompute", "hot"))
-    assert hot.held < 0.4 * recompute.held <= 0.4 * exact.held
+    assert hot.held < 0.5 * recompute.held <= 0.5 * exact.held
     assert hot.peak < recompute.peak
     held_by_the_loss = 2048 * 256 * 4  # the squares, outside of the compiled graph
     assert report.predicted_held_bytes == pytest.approx(hot.held - held_by_the_loss, rel=0.05)

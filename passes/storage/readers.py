@@ -406,7 +406,14 @@ def _is_larger(node: fx.Node, than: fx.Node) -> bool:
 def _met(node: fx.Node, total: fx.Node, gradients: Set[fx.Node]) -> bool:
     """``total`` adds another gradient tensor to what is made of ``node``, no larger than it."""
     sizes = [hint(n.meta["val"].numel()) for n in total.all_input_nodes if n in gradients]
-    return len(sizes) > 1 and max(sizes) <= hint(node.meta["val"].numel())
+    alike = len(sizes) > 1 and max(sizes) <= hint(node.meta["val"].numel())
+    return alike and any(_has_statistic(n, gradients) for n in (total, *total.all_input_nodes))
+
+
+def _has_statistic(node: fx.Node, gradients: Set[fx.Node]) -> bool:
+    """A saved tensor, such as a mean, is a factor; gradients of a shared gain only add up."""
+    saved = [n for n in node.all_input_nodes if n not in gradients and not _is_number(n)]
+    return node.target in (aten.mul.Tensor, aten.addcmul.default) and bool(saved)
 
 
 def _is_broadcast(node: fx.Node, like: fx.Node) -> bool:
