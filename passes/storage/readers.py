@@ -3,7 +3,7 @@
 Tolerance is proven, not assumed. A reader is a layer's product, attention, or something pointwise.
 A pointwise chain that the backward recomputes from the tensor is followed operator by operator
 (``_STEPS``) and tried on samples (``probe``); whatever is in no table leaves the tensor exact, with
-the reason. Docs (docs/memory.md) list these tables; a test compares them.
+the reason. docs/memory.md says the same in words.
 """
 
 from __future__ import annotations
