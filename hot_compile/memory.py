@@ -29,7 +29,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def held_tensors(output: Any, model: nn.Module, inputs: Any = ()) -> list[Tensor]:
     """The tensors that ``held_bytes`` counts, one per storage: their dtypes and shapes tell why."""
-    theirs = [*model.parameters(), *model.buffers(), *_tensors_in(inputs)]
+    theirs = _tensors_in([*model.parameters(), *model.buffers(), inputs])
     seen = {_storage_key(t) for t in theirs}
     held = []
     for saved in _saved_tensors(output):
@@ -44,11 +44,28 @@ def _storage_key(tensor: Tensor) -> tuple[str, int]:
 
 
 def _tensors_in(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+    """The tensors of a nest that have memory of their own: a sparse one's indices and values."""
+    return [
+        part
+        for leaf in pytree.tree_leaves(nest)
+        if isinstance(leaf, Tensor)
+        for part in _parts(leaf)
+    ]
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _saved_tensors(output: Any) -> Iterator[Tensor]:
-    for node in _autograd_nodes(t.grad_fn for t in _tensors_in(output)):
+    leaves = pytree.tree_leaves(output)
+    for node in _autograd_nodes(t.grad_fn for t in leaves if isinstance(t, Tensor)):
         yield from _saved_by(node)
 
 
@@ -68,7 +85,7 @@ def _saved_by(node: Any) -> list[Tensor]:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         # AOTAutograd's CompiledFunction is one of these. Tensors that the compiler knows nobody
         # mutates bypass save_for_backward and lie in a plain list.
-        return [*node.saved_tensors, *_tensors_in(getattr(node, "_tensors_no_vc_check", None))]
+        return _tensors_in([node.saved_tensors, getattr(node, "_tensors_no_vc_check", None)])
     names = [n for n in dir(node) if n.startswith("_saved_")]  # dir() evaluates nothing
     return [t for name in names for t in _tensors_in(getattr(node, name))]
 

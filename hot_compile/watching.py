@@ -30,8 +30,6 @@ _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""
 _SAMPLE = 4096
 """Values of each output by which a twin's forward is recognised as that of the watched step."""
-_LEAST_TORCH = "2.14"
-"""The oldest that graphs were observed on without a crash."""
 _SAME = 0.05
 """Relative difference of these values up to which it is the same: more than what bf16 loses where
 kernels fuse otherwise, less than what other random draws make."""
@@ -107,9 +105,6 @@ class Watch:
     def __call__(self, *args: Any) -> Any:
         """One forward of the usual graph; what it returns is just what that does."""
         self._check_deviations()
-        if self._observer.problem is None and not _supported():
-            error = RuntimeError(f"torch {torch.__version__}")
-            self._observer.failed(f"observing wants torch {_LEAST_TORCH} or newer", error)
         if self._observer.problem is not None:
             return self.usual(*args)
         try:
@@ -147,11 +142,6 @@ class Watch:
         if worst >= _SAME:
             error = RuntimeError(f"its outputs differ by {worst:.2g} from the watched step's")
             self._observer.failed("an exact twin computed something else", error)
-
-
-def _supported() -> bool:
-    """Older versions crash where a graph runs inside another's backward."""
-    return torch.__version__ >= _LEAST_TORCH  # torch's own string, which compares by number
 
 
 class _Look:

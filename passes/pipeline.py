@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -251,7 +251,20 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
 """On the forward and the backward that min-cut made."""
 
 
-class JointPass(CustomGraphPass):
+Pass = TypeVar("Pass", bound="_Uncopied")
+
+
+class _Uncopied:
+    """Stays one object where Inductor copies its configuration, as it does to write a trace.
+
+    What a pass holds, fake tensors in graphs among it, must not be copied: that crashed.
+    """
+
+    def __deepcopy__(self: Pass, memo: dict[int, Any]) -> Pass:
+        return self
+
+
+class JointPass(_Uncopied, CustomGraphPass):
     """``JOINT``, or ``OBSERVED``, after whatever pass the user had there."""
 
     def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
@@ -297,7 +310,7 @@ class JointPass(CustomGraphPass):
         return _uuid(self._context.identity, self._before)
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(_Uncopied, CustomPartitionerFn):
     """min-cut (or the user's own partitioner), then the list of what crosses."""
 
     def __init__(

@@ -39,6 +39,15 @@ def test_views_of_one_storage_count_once():
     assert len([t for t in held if t.untyped_storage().nbytes() == 16 * 128 * 4]) == 1
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_what_is_sparse_counts_by_its_parts(layout):
+    matrix = torch.eye(8).to_sparse(layout=layout)
+    weight = torch.randn(8, 4, requires_grad=True)
+    kept = held_bytes(matrix @ weight, nn.Module())
+    parts = 8 * 4 + 8 * 8 * (2 if layout == torch.sparse_coo else 1)
+    assert kept >= parts
+
+
 def test_no_backward_holds_nothing():
     model, x = _model(), torch.randn(8, 64)
     with torch.no_grad():

@@ -50,7 +50,7 @@ def test_a_transformer_block_keeps_everything_large_compressed(kwargs):
     assert {c.scheme for c in large if c.dtype == "bool"} <= {"bits"}
     assert "groups6" in names
     assert "groups12" in names, "queries and keys"
-    assert sum(c.bytes for c in kept) < 0.32 * sum(c.bytes_before for c in kept)
+    assert sum(c.bytes for c in kept) < 0.33 * sum(c.bytes_before for c in kept)
 
 
 def test_attention_masks_and_softmax_statistics_stay_exact():

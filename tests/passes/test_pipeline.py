@@ -1,13 +1,19 @@
 """The pipeline's steps: in the order that is written down, counted, shown by torch's own means."""
 
+import copy
+import functools
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from torch import fx
+import torch
+from torch import fx, nn
+from torch._inductor import config as inductor_config
 
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
 from hot_compile.passes import pipeline
 from hot_compile.passes.steps import Step, run
 
@@ -92,6 +98,23 @@ def test_tlparse_finds_graphs_plan_and_steps(traced):
     assert len(json.loads(artifacts["hot_plan"])["decisions"]) == 2
     assert {row["scheme"] for row in json.loads(artifacts["hot_crossing"])} - {"exact"}
     assert {"hot_partitioned_store_forward", "hot_partitioned_store_backward"} <= set(artifacts)
+
+
+def test_inductor_may_copy_its_configuration():
+    """As it does to write a trace; copies of the fake tensors that graphs hold crashed."""
+    copied = []
+
+    def look(gm, example_inputs, **_):
+        for name in ("joint_custom_pre_pass", "custom_partitioner_fn"):
+            mine = getattr(inductor_config, name)
+            copied.append(copy.deepcopy(mine) is mine)
+        return run_uncompiled(gm)
+
+    backend = functools.partial(hot, inner_compile=look)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48))
+    torch.compile(model, backend=backend)(torch.randn(64, 32)).sum().backward()
+    assert copied
+    assert all(copied)
 
 
 def test_every_source_below_the_package_counts_for_caches(tmp_path, monkeypatch):

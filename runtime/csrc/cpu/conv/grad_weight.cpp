@@ -222,7 +222,7 @@ Tensor conv_grad_weight(const Kernels& kernels, const Tensor& small_in, const Te
          {},      {},   {},     {},   {}};
   if (c.length() == 0) {  // an empty batch
     std::memset(out.mutable_data_ptr(), 0, out.numel() * (type == Float::f32 ? 4 : 2));
-    return out;
+    return torch::stable::view(out, shape);
   }
   fill(c, data<int8_t>(small), small.size(1), data<int8_t>(big), big.size(1));
   if (rank) c.unfolded = allocate(channels * c.length(), 0);
