@@ -24,6 +24,9 @@ _UPPER_HALF = -0x10000
 _NAN_WORD = 0x7FC00000
 _STEPS12 = 2046
 _STEPS4 = 15
+_ROUNDING = 1.5 * 2.0**23
+_ROUNDING_WORD = 0x4B400000
+"""The same number's bits."""
 _ZERO6 = 32
 """What is added to a 6-bit code, so that it has no sign."""
 
@@ -69,8 +72,8 @@ def pack(
         reciprocal = emit.from_memory(reciprocal)
     code = _encode(emit, values, reciprocal, scheme.spec.levels)
     if mask is not None:
-        lowest = emit.cast(_cut(emit, mask, layout), torch.float32)
-        code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2.0), lowest)
+        lowest = emit.cast(_cut(emit, mask, layout), torch.int32)
+        code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2), lowest)
     if scheme.spec.unit is not Unit.CHANNEL:
         scale = emit.cast(scale, torch.bfloat16)
     return emit.cast(code, torch.int8), scale, *centre
@@ -129,6 +132,7 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
         return _unpack_12(emit, *parts)
     if scheme is Scheme.GROUPS6:
         *planes, scale = parts
+        scale = emit(aten.unsqueeze.default, scale, -3)
         return _decode(emit, _join_6(emit, *planes), scale, scheme.spec.levels)
     code, scale, *centre = parts
     if scheme is not scheme.plain:
@@ -146,18 +150,32 @@ def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
 
 
 def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) -> fx.Node:
-    """``values`` over their scale -> codes from ``-levels`` to ``levels``, whole numbers in fp32:
-    fourth roots, rounded. One more is infinity, and -levels - 2 is NaN."""
+    """``values`` over their scale -> codes from ``-levels`` to ``levels``, int32: fourth roots,
+    rounded. One more is infinity, and -levels - 2 is NaN."""
     share = emit(aten.mul.Tensor, values, reciprocal)
-    size = emit(aten.abs.default, share)
-    root = emit(aten.sqrt.default, emit(aten.sqrt.default, size))
-    step = emit(aten.round.default, emit(aten.mul.Tensor, root, float(levels)))
-    step = emit(aten.minimum.default, step, _constant(emit, levels + 1.0, like=step))
-    code = emit(aten.mul.Tensor, step, emit(aten.sign.default, share))
-    return _or_nan(emit, code, share, -levels - 2.0)
+    root = _fourth_root(emit, emit(aten.abs.default, share))
+    largest = _constant(emit, (levels + 1) / levels, like=root)
+    usual = emit(aten.lt.Tensor, root, largest)
+    root = emit(aten.where.self, usual, root, largest)
+    signed = emit(aten.copysign.Tensor, root, share)
+    code = _rounded(emit, emit(aten.mul.Tensor, signed, float(levels)))
+    return _or_nan(emit, code, share, -levels - 2)
 
 
-def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: float) -> fx.Node:
+def _fourth_root(emit: Emitter, size: fx.Node) -> fx.Node:
+    """On a GPU by its instruction for reciprocal square roots: two, and no division."""
+    root = aten.rsqrt if size.meta["val"].device.type == "cuda" else aten.sqrt
+    return emit(root.default, emit(root.default, size))
+
+
+def _rounded(emit: Emitter, values: fx.Node) -> fx.Node:
+    """Nearest whole numbers as int32, of fp32 below 2 ** 22 in size, by one addition: they are the
+    last bits of the sum. Conversions take a GPU as long as eight additions."""
+    bits = _as_int(emit, emit(aten.add.Tensor, values, _ROUNDING))
+    return emit(aten.sub.Tensor, bits, _ROUNDING_WORD)
+
+
+def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: int) -> fx.Node:
     """``code``, but ``nan`` where ``share`` is not a number."""
     number = emit(aten.eq.Tensor, share, share)
     return emit(aten.where.self, number, code, _constant(emit, nan, like=code))
@@ -224,10 +242,9 @@ def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     upper, lower = [], []
     for piece in pieces:
         share = emit(aten.mul.Tensor, piece, reciprocal)
-        step = emit(aten.round.default, share)
         for bound, op in ((_STEPS12 + 1.0, aten.minimum), (-_STEPS12 - 1.0, aten.maximum)):
-            step = emit(op.default, step, _constant(emit, bound, like=step))
-        step = emit.cast(_or_nan(emit, step, share, -_STEPS12 - 2.0), torch.int32)
+            share = emit(op.default, share, _constant(emit, bound, like=share))
+        step = _or_nan(emit, _rounded(emit, share), share, -_STEPS12 - 2)
         high = emit(aten.bitwise_right_shift.Tensor_Scalar, step, 4)  # keeps the sign
         upper.append(emit.cast(high, torch.int8))
         lower.append(emit(aten.bitwise_and.Scalar, step, 15))
@@ -250,37 +267,38 @@ def _unpack_12(
 
 
 def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    """(upper 4 bits of pieces 0 and 1, of 2 and 3; lower 2 bits of all four; scale)."""
+    """(upper 4 bits of all four pieces, int16; lower 2 bits of all four, uint8; scale)."""
     pieces = _pieces(emit, x, 4)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
     codes = [_encode(emit, piece, reciprocal, levels) for piece in pieces]
-    codes = [emit.cast(emit(aten.add.Tensor, code, float(_ZERO6)), torch.int32) for code in codes]
+    codes = [emit(aten.add.Tensor, code, _ZERO6) for code in codes]
     upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, 2) for code in codes]
     lower = [emit(aten.bitwise_and.Scalar, code, 3) for code in codes]
-    planes = _byte_of(emit, upper[:2], 4), _byte_of(emit, upper[2:], 4), _byte_of(emit, lower, 2)
-    return *planes, emit.cast(scale, torch.bfloat16)
+    upper[3] = emit(aten.sub.Tensor, upper[3], 8)  # the sign of all 16 bits
+    words = emit.cast(_joined(emit, upper, 4), torch.int16)
+    return words, emit.cast(_joined(emit, lower, 2), torch.uint8), emit.cast(scale, torch.bfloat16)
 
 
-def _join_6(emit: Emitter, first: fx.Node, second: fx.Node, lower: fx.Node) -> fx.Node:
+def _join_6(emit: Emitter, upper: fx.Node, lower: fx.Node) -> fx.Node:
+    """Codes of every piece, beside each other."""
     piece = _iota(emit, lower, 4, step=1)
-    behind = emit(aten.bitwise_right_shift.Tensor_Scalar, piece, 1)
-    byte = emit.cast(_either(emit, first, second, behind), torch.int32)
-    odd = emit(aten.bitwise_and.Scalar, piece, 1)
-    upper = _field(emit, byte, emit(aten.mul.Tensor, odd, 4), bits=4)
-    shift = emit(aten.mul.Tensor, piece, 2)
-    code = emit(aten.mul.Tensor, upper, 4)
-    code = emit(aten.add.Tensor, code, _field(emit, _beside(emit, lower), shift, bits=2))
-    return _side_by_side(emit, emit(aten.sub.Tensor, code, _ZERO6))
+    words, fields = _beside(emit, upper), _beside(emit, lower)
+    words = emit(aten.bitwise_xor.Scalar, words, 0x8000)
+    high = _field(emit, words, emit(aten.mul.Tensor, piece, 4), bits=4)
+    low = _field(emit, fields, emit(aten.mul.Tensor, piece, 2), bits=2)
+    code = emit(aten.add.Tensor, emit(aten.mul.Tensor, high, 4), low)
+    return emit(aten.sub.Tensor, code, _ZERO6)
 
 
-def _byte_of(emit: Emitter, fields: Sequence[fx.Node], bits: int) -> fx.Node:
-    byte, *rest = fields
+def _joined(emit: Emitter, fields: Sequence[fx.Node], bits: int) -> fx.Node:
+    """Whole numbers of ``bits`` bits, the first one lowest, as one."""
+    word, *rest = fields
     for place, field in enumerate(rest, start=1):
         shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, field, place * bits)
-        byte = emit(aten.bitwise_or.Tensor, byte, shifted)
-    return emit.cast(byte, torch.uint8)
+        word = emit(aten.bitwise_or.Tensor, word, shifted)
+    return word
 
 
 def _iota(emit: Emitter, like: fx.Node, count: int, step: int) -> fx.Node:
