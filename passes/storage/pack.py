@@ -27,8 +27,6 @@ _STEPS4 = 15
 _ROUNDING = 1.5 * 2.0**23
 _ROUNDING_WORD = 0x4B400000
 """The same number's bits."""
-_ZERO6 = 32
-"""What is added to a 6-bit code, so that it has no sign."""
 
 
 def pack(
@@ -131,9 +129,7 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
     if scheme is Scheme.GROUPS12:
         return _unpack_12(emit, *parts)
     if scheme is Scheme.GROUPS6:
-        *planes, scale = parts
-        scale = emit(aten.unsqueeze.default, scale, -3)
-        return _decode(emit, _join_6(emit, *planes), scale, scheme.spec.levels)
+        return _unpack_6(emit, *parts)
     code, scale, *centre = parts
     if scheme is not scheme.plain:
         wide = emit.cast(code, torch.int32)
@@ -234,62 +230,68 @@ def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
 
 
 def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    """(upper 8 bits of the first half, of the second; lower 4 bits of both; scale)."""
     pieces = _pieces(emit, x, 2)
     width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
-    upper, lower = [], []
+    codes = []
     for piece in pieces:
         share = emit(aten.mul.Tensor, piece, reciprocal)
+        step = share
         for bound, op in ((_STEPS12 + 1.0, aten.minimum), (-_STEPS12 - 1.0, aten.maximum)):
-            share = emit(op.default, share, _constant(emit, bound, like=share))
-        step = _or_nan(emit, _rounded(emit, share), share, -_STEPS12 - 2)
-        high = emit(aten.bitwise_right_shift.Tensor_Scalar, step, 4)  # keeps the sign
-        upper.append(emit.cast(high, torch.int8))
-        lower.append(emit(aten.bitwise_and.Scalar, step, 15))
-    second = emit(aten.bitwise_left_shift.Tensor_Scalar, lower[1], 4)
-    both = emit.cast(emit(aten.bitwise_or.Tensor, lower[0], second), torch.uint8)
-    return upper[0], upper[1], both, emit.cast(scale, torch.bfloat16)
+            step = emit(op.default, step, _constant(emit, bound, like=step))
+        codes.append(_or_nan(emit, _rounded(emit, step), share, -_STEPS12 - 2))
+    return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
 
 
-def _unpack_12(
-    emit: Emitter, first: fx.Node, second: fx.Node, lower: fx.Node, scale: fx.Node
-) -> fx.Node:
-    half = _iota(emit, lower, 2, step=1)
-    upper = emit.cast(_either(emit, first, second, half), torch.int32)
-    upper = emit(aten.mul.Tensor, upper, 16)
-    shift = emit(aten.mul.Tensor, half, 4)
-    step = emit(aten.add.Tensor, upper, _field(emit, _beside(emit, lower), shift, bits=4))
-    step = emit.cast(_side_by_side(emit, step), torch.float32)
-    value = emit(aten.mul.Tensor, step, emit.cast(scale, torch.float32))
-    return _or_special(emit, step, value, _STEPS12)
+def _unpack_12(emit: Emitter, upper: fx.Node, lower: fx.Node, scale: fx.Node) -> fx.Node:
+    step = emit.cast(_codes(emit, upper, lower, pieces=2), torch.float32)
+    wide = emit.cast(emit(aten.unsqueeze.default, scale, -3), torch.float32)
+    return _or_special(emit, step, emit(aten.mul.Tensor, step, wide), _STEPS12)
 
 
 def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    """(upper 4 bits of all four pieces, int16; lower 2 bits of all four, uint8; scale)."""
     pieces = _pieces(emit, x, 4)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
     codes = [_encode(emit, piece, reciprocal, levels) for piece in pieces]
-    codes = [emit(aten.add.Tensor, code, _ZERO6) for code in codes]
-    upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, 2) for code in codes]
-    lower = [emit(aten.bitwise_and.Scalar, code, 3) for code in codes]
-    upper[3] = emit(aten.sub.Tensor, upper[3], 8)  # the sign of all 16 bits
-    words = emit.cast(_joined(emit, upper, 4), torch.int16)
-    return words, emit.cast(_joined(emit, lower, 2), torch.uint8), emit.cast(scale, torch.bfloat16)
+    return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
 
 
-def _join_6(emit: Emitter, upper: fx.Node, lower: fx.Node) -> fx.Node:
-    """Codes of every piece, beside each other."""
-    piece = _iota(emit, lower, 4, step=1)
-    words, fields = _beside(emit, upper), _beside(emit, lower)
-    words = emit(aten.bitwise_xor.Scalar, words, 0x8000)
-    high = _field(emit, words, emit(aten.mul.Tensor, piece, 4), bits=4)
-    low = _field(emit, fields, emit(aten.mul.Tensor, piece, 2), bits=2)
-    code = emit(aten.add.Tensor, emit(aten.mul.Tensor, high, 4), low)
-    return emit(aten.sub.Tensor, code, _ZERO6)
+def _unpack_6(emit: Emitter, upper: fx.Node, lower: fx.Node, scale: fx.Node) -> fx.Node:
+    code = _codes(emit, upper, lower, pieces=4)
+    scale = emit(aten.unsqueeze.default, scale, -3)
+    return _decode(emit, code, scale, Scheme.GROUPS6.spec.levels)
+
+
+def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Signed codes of 24 bits in all, one a piece -> (their upper bits, int16; the rest, uint8).
+
+    Two planes, because whoever restores an element reads every plane.
+    """
+    high, low = 16 // len(codes), 8 // len(codes)
+    codes = [emit(aten.add.Tensor, code, 1 << (high + low - 1)) for code in codes]
+    upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, low) for code in codes]
+    lower = [emit(aten.bitwise_and.Scalar, code, (1 << low) - 1) for code in codes]
+    upper[-1] = emit(aten.sub.Tensor, upper[-1], 1 << (high - 1))  # the sign of all 16 bits
+    words, rest = _joined(emit, upper, high), _joined(emit, lower, low)
+    return emit.cast(words, torch.int16), emit.cast(rest, torch.uint8)
+
+
+def _codes(emit: Emitter, upper: fx.Node, lower: fx.Node, pieces: int) -> fx.Node:
+    """The codes that ``_planes`` was given, int32, the pieces in a dimension of their own.
+
+    Restored values are viewed only once, as what was stored: from views of views Inductor makes
+    indices in which Triton finds no vectors.
+    """
+    high, low = 16 // pieces, 8 // pieces
+    piece = _iota(emit, lower, pieces, step=1)
+    words = emit(aten.bitwise_xor.Scalar, _beside(emit, upper), 0x8000)
+    first = _field(emit, words, emit(aten.mul.Tensor, piece, high), bits=high)
+    last = _field(emit, _beside(emit, lower), emit(aten.mul.Tensor, piece, low), bits=low)
+    code = emit(aten.add.Tensor, emit(aten.mul.Tensor, first, 1 << low), last)
+    return emit(aten.sub.Tensor, code, 1 << (high + low - 1))
 
 
 def _joined(emit: Emitter, fields: Sequence[fx.Node], bits: int) -> fx.Node:
@@ -320,23 +322,9 @@ def _beside(emit: Emitter, plane: fx.Node) -> fx.Node:
     return emit.cast(emit(aten.unsqueeze.default, plane, -3), torch.int32)
 
 
-def _either(emit: Emitter, first: fx.Node, second: fx.Node, which: fx.Node) -> fx.Node:
-    """``second`` where ``which`` is 1, else ``first``, along a dimension for pieces."""
-    chosen = emit(aten.eq.Scalar, which, 1)
-    one, other = (emit(aten.unsqueeze.default, plane, -3) for plane in (first, second))
-    return emit(aten.where.self, chosen, other, one)
-
-
 def _field(emit: Emitter, words: fx.Node, shift: fx.Node, bits: int) -> fx.Node:
     shifted = emit(aten.bitwise_right_shift.Tensor, words, shift)
     return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
-
-
-def _side_by_side(emit: Emitter, pieces: fx.Node) -> fx.Node:
-    """[..., pieces, length, lanes] -> [..., group, lanes]."""
-    *outer, count, length, lanes = pieces.meta["val"].shape
-    sizes = [emit.size(pieces, dim) for dim in range(len(outer))]
-    return emit(aten.view.default, pieces, [*sizes, count * length, lanes])
 
 
 def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
@@ -362,7 +350,8 @@ def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
 
 def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
     shift = _iota(emit, packed, 2, step=4)
-    step = _side_by_side(emit, _field(emit, _beside(emit, packed), shift, bits=4))
+    step = _field(emit, _beside(emit, packed), shift, bits=4)
+    word = emit(aten.unsqueeze.default, word, -3)
     scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, _UPPER_HALF))
     minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
     scaled = emit(aten.mul.Tensor, emit.cast(step, torch.float32), scale)

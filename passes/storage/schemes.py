@@ -44,9 +44,10 @@ class Scheme(str, Enum):
     CHANNELS8_MASK = "channels8_mask"
     """The same in seven bits beside a mask."""
     GROUPS12 = "groups12"
-    """12 uniform bits in planes of 8 and 4, a bf16 scale a group: for what a softmax sees."""
+    """12 uniform bits, two pieces of a group in planes of 16 and 8 bits, a bf16 scale a group: for
+    what a softmax sees."""
     GROUPS6 = "groups6"
-    """6-bit codes in planes of 4 and 2, a bf16 scale a group."""
+    """6-bit codes, four pieces of a group in planes of 16 and 8 bits, a bf16 scale a group."""
     INT4 = "int4"
     """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
     whoever unpacks makes one load of both."""
