@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 
 from .errors import OptionError
+from .passes.graph import readable
 from .passes.plan import Plan
 from .passes.storage.record import Crossing
 
@@ -56,9 +57,7 @@ class Dump:
         """Write the graph as it is after (or before) ``stage``."""
         if self._folder is None:
             return
-        owner = graph if isinstance(graph, fx.GraphModule) else fx.GraphModule({}, graph)
-        text = owner.print_readable(print_output=False)
-        self._write(f"{next(self._count):02d}.{stage}.py", text)
+        self._write(f"{next(self._count):02d}.{stage}.py", readable(graph))
 
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Write plan.json and crossing.json."""

@@ -37,6 +37,19 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
+def readable(graph: fx.Graph | fx.GraphModule) -> str:
+    """The graph's code with shapes and source lines, for people; the graph stays as it is.
+
+    A new GraphModule would want every attribute that the graph reads (constants, subgraphs), and
+    take the graph from its owner.
+    """
+    owner = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
+    if isinstance(owner, fx.GraphModule) and graph in (owner, owner.graph):
+        return owner.print_readable(print_output=False)
+    assert isinstance(graph, fx.Graph)
+    return graph.python_code("self", verbose=True).src
+
+
 def is_tangent(node: fx.Node) -> bool:
     """A placeholder that holds the gradient of a user-visible output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")

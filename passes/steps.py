@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx
 
+from hot_compile.passes.graph import readable
+
 log = logging.getLogger("hot_compile")
 
 State = TypeVar("State")
@@ -78,5 +80,5 @@ def traced_graph(name: str, graph: fx.Graph) -> None:
     torch._logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: fx.GraphModule({}, graph).print_readable(print_output=False),
+        payload_fn=lambda: readable(graph),
     )

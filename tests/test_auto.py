@@ -272,7 +272,11 @@ def test_forwards_without_backward_do_not_stall_it(tmp_path):
 
 
 def test_lowered_by_inductor_as_in_a_users_run(tmp_path):
-    """Whatever is observed, what trains is Inductor's code."""
+    """Whatever is observed, what trains is Inductor's code.
+
+    ``recompute=False``: where x is recomputed, int4 saves no byte and computes what int8 does, to
+    the last bit. Stored, its 4 bits show.
+    """
     path = tmp_path / "p.json"
     script = f"""
 import sys, torch
@@ -280,7 +284,7 @@ from torch._dynamo.utils import counters
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
 options = {{"min_gain": 0, "keep_head": False, "lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1,
-           "lqs_rechecks": 0, "error_budget": 0.02, "profile": {str(path)!r}}}
+           "lqs_rechecks": 0, "error_budget": 0.02, "recompute": False, "profile": {str(path)!r}}}
 step = torch.compile(model, backend="hot", options=options)
 x = torch.randn(64, 64)
 for _ in range(5):

@@ -189,6 +189,48 @@ def test_dump_writes_every_stage_even_when_the_cache_would_hit(tmp_path):
         assert any(c["bytes"] for c in crossing)
 
 
+class Constants(nn.Module):
+    """Its graphs read a constant, which is an attribute of the graph's owner, and subgraphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        x = self.first(x) * torch.tensor([0.5, 1.0, 2.0]).repeat_interleave(32)
+        x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("written", ["dump", "trace"])
+def test_graphs_with_attributes_are_written_and_train(tmp_path, written):
+    """Attributes are the owner's; writing a graph needs none of them, and leaves it its owner."""
+    folder = str(tmp_path) if written == "dump" else None
+    script = f"""
+import functools, torch
+from hot_compile.inspect import run_uncompiled
+from test_backend import ALWAYS, Constants, hot
+torch.manual_seed(0)
+model, x = Constants(), torch.randn(40, 64)
+options = {{**ALWAYS, "recipe": "int8", "dump": {folder!r}}}
+model(x).square().mean().backward()
+exact = [p.grad.clone() for p in model.parameters()]
+model.zero_grad()
+backend = functools.partial(hot, options=options, inner_compile=run_uncompiled)
+torch.compile(model, backend=backend)(x).square().mean().backward()
+for parameter, want in zip(model.parameters(), exact):
+    assert torch.nn.functional.cosine_similarity(parameter.grad.flatten(), want.flatten(), 0) > 0.99
+"""
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    if written == "trace":
+        env["TORCH_TRACE"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", script], env=env, check=True)
+    joint = "*joint.after.py" if written == "dump" else "*.log"
+    (file,) = tmp_path.rglob(joint)
+    assert "_tensor_constant0" in file.read_text()
+    assert "hot.scaled_int_mm" in file.read_text()
+
+
 def test_dump_by_environment_variable(tmp_path, monkeypatch):
     monkeypatch.setenv("HOT_DUMP", str(tmp_path))
     torch.compile(mlp(), backend="hot", options=ALWAYS)(torch.randn(40, 64)).sum().backward()

@@ -181,28 +181,65 @@ def test_pinned_inputs_cross_packed(trained, recipe, dtype, bits):
 
 
 SENSITIVE = {
+    "a statistic",
     "a statistic: broadcast over more elements",
+    "a norm over few elements: what it leaves may be less than the error",  # 1/n of a norm's rsqrt
     "attention's logsumexp",
-    "input of a softmax",
     "not floating point: int64",
-    "made of parameters only",
+}
+DIFFERENCE = "a sum or difference with another tensor, which may cancel it"
+EXACT = {
+    # The last norm is recomputed for the mean over tokens, and written-out attention of four tokens
+    # a window for its maximum.
+    "swin_tiny": {
+        ("model.norm", "input of a recomputed region (aten.mean.dim)"),
+        ("model.layers.3.blocks.0.attn", "input of a recomputed region (aten.amax.default)"),
+        ("model.layers.3.blocks.1.attn", "input of a recomputed region (aten.amax.default)"),
+        ("model.patch_embed.proj", DIFFERENCE),
+    },
+    # What a norm reads from transposed memory: torch subtracts its mean twice, from it and from a
+    # contiguous copy, so that no one normalised tensor can be saved in its place.
+    "mixer": {
+        ("model.stem.proj", DIFFERENCE),
+        *((f"model.blocks.{block}", DIFFERENCE) for block in range(3)),
+    },
+    "gpt2_conv1d": {("model.lm_head", DIFFERENCE)},  # logits: the loss is inside, and stays exact
+}
+"""By model: (module, reason) of what stays exact beside ``SENSITIVE``."""
+ATTENTION = {"groups12", "groups6", "rows8"}
+SCHEMES = {
+    "mixer": {"groups6", "groups8"},  # no attention
+    "swin_tiny": ATTENTION | {"groups8"},
+    "gpt2_conv1d": {"groups12", "rows8"},  # its GELU is written out, and recomputed
+    "bert": ATTENTION | {"bits"},
 }
 
 
 @pytest.mark.parametrize(("name", "make"), [*MODELS.items(), ("bert", bert)])
 def test_everything_large_crosses_compressed(name, make):
-    """What stays as it is has a reason of its own; the rest is 4 or 8 bits a value, or one."""
+    """What stays as it is has a reason of its own; the rest is 6 to 12 bits a value, or one.
+
+    Of fp32, 6, 8 and 12 bits are 0.19, 0.25 and 0.38: all in all 0.28, as attention's 12 are 40 %.
+    GPT-2's GELU, in 8 bits where others' are in 6, makes that 0.31.
+    """
     torch.manual_seed(0)
     model, inputs = make()
     options = {"min_gain": 0, "memory_min_bytes": 1024}
     _, (graph,) = hot_step(model, *inputs, options=options)
     large = [c for c in graph.crossing if c.bytes_before >= 8192]
-    assert {c.reason for c in large if c.scheme == "exact" and not c.packed} <= SENSITIVE
-    assert {c.scheme for c in large} >= ({"int4"} if name == "mixer" else {"int4", "int8"})
+    exact = [c for c in large if c.scheme == "exact" and not c.packed]
+    assert {(c.module, c.reason) for c in exact if c.reason not in SENSITIVE} == EXACT.get(
+        name, set()
+    )
+    most = {"mixer": 0.25, "swin_tiny": 0.032, "gpt2_conv1d": 0.045}.get(name, 0.002)
+    assert sum(c.bytes for c in exact) <= most * sum(c.bytes_before for c in large)
+    stored = [c for c in large if c.scheme != "exact"]
+    assert {c.scheme for c in stored} == SCHEMES.get(name, ATTENTION)
     if name == "bert":  # two dropouts a block and one of the embeddings
         masks = [c for c in large if c.dtype == "bool" and c.scheme == "bits"]
         assert len(masks) == 5
-    assert sum(c.bytes for c in large) < 0.25 * sum(c.bytes_before for c in large)
+    share = {"mixer": 0.2, "gpt2_conv1d": 0.31}.get(name, 0.285)
+    assert sum(c.bytes for c in stored) < share * sum(c.bytes_before for c in stored)
 
 
 @pytest.mark.parametrize("name", ["vit", "gpt2_conv1d"])

@@ -109,7 +109,7 @@ def script(case: Case, failures: list[str], lower: bool) -> str:
     text = build(case).text
     pasted = ""
     if "Operator(" in text or "Reader(" in text:
-        names = "database samples leaves_of hole_of sample_call flat_vector Operator Reader"
+        names = "database _seeds samples leaves_of hole_of sample_call flat_vector Operator Reader"
         parts = [inspect.getsource(getattr(operators, name)) for name in names.split()]
         pasted = "\n# ---- one sample call of an operator in torch's own database\n" + "\n\n".join(
             parts

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.passes import pipeline
+from hot_compile.passes.graph import readable
 from hot_compile.passes.steps import Step, run
 
 PROGRAM = """
@@ -98,6 +99,16 @@ def test_tlparse_finds_graphs_plan_and_steps(traced):
     assert len(json.loads(artifacts["hot_plan"])["decisions"]) == 2
     assert {row["scheme"] for row in json.loads(artifacts["hot_crossing"])} - {"exact"}
     assert {"hot_partitioned_store_forward", "hot_partitioned_store_backward"} <= set(artifacts)
+
+
+def test_a_graph_is_read_without_its_attributes_and_keeps_its_owner():
+    graph = fx.Graph()
+    graph.output(graph.get_attr("constant"))
+    assert "self.constant" in readable(graph)
+    owner = fx.GraphModule({"constant": torch.ones(3)}, graph)
+    assert "self.constant" in readable(graph)
+    assert readable(owner) == readable(graph)
+    assert graph.owning_module is owner
 
 
 def test_inductor_may_copy_its_configuration():
