@@ -7,8 +7,9 @@ one kernel that reads the tensor once.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -126,15 +127,16 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
         return _unpack_bits(emit, *parts)
     if scheme is Scheme.INT4:
         return _unpack_int4(emit, *parts)
+    levels = scheme.spec.levels
     if scheme is Scheme.GROUPS12:
-        return _unpack_12(emit, *parts)
+        return _from_planes(emit, parts, 2, _decode_12)
     if scheme is Scheme.GROUPS6:
-        return _unpack_6(emit, *parts)
+        return _from_planes(emit, parts, 4, functools.partial(_decode, levels=levels))
     code, scale, *centre = parts
     if scheme is not scheme.plain:
         wide = emit.cast(code, torch.int32)
         code = emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
-    values = _decode(emit, code, scale, scheme.spec.levels)
+    values = _decode(emit, code, scale, levels)
     return emit(aten.add.Tensor, values, centre[0]) if centre else values
 
 
@@ -160,7 +162,7 @@ def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) ->
 
 def _fourth_root(emit: Emitter, size: fx.Node) -> fx.Node:
     """On a GPU by its instruction for reciprocal square roots: two, and no division."""
-    root = aten.rsqrt if size.meta["val"].device.type == "cuda" else aten.sqrt
+    root = aten.rsqrt if _on_gpu(size) else aten.sqrt
     return emit(root.default, emit(root.default, size))
 
 
@@ -244,10 +246,10 @@ def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
 
 
-def _unpack_12(emit: Emitter, upper: fx.Node, lower: fx.Node, scale: fx.Node) -> fx.Node:
-    step = emit.cast(_codes(emit, upper, lower, pieces=2), torch.float32)
-    wide = emit.cast(emit(aten.unsqueeze.default, scale, -3), torch.float32)
-    return _or_special(emit, step, emit(aten.mul.Tensor, step, wide), _STEPS12)
+def _decode_12(emit: Emitter, step: fx.Node, scale: fx.Node) -> fx.Node:
+    step = emit.cast(step, torch.float32)
+    value = emit(aten.mul.Tensor, step, emit.cast(scale, torch.float32))
+    return _or_special(emit, step, value, _STEPS12)
 
 
 def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
@@ -259,39 +261,60 @@ def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
 
 
-def _unpack_6(emit: Emitter, upper: fx.Node, lower: fx.Node, scale: fx.Node) -> fx.Node:
-    code = _codes(emit, upper, lower, pieces=4)
-    scale = emit(aten.unsqueeze.default, scale, -3)
-    return _decode(emit, code, scale, Scheme.GROUPS6.spec.levels)
+def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Signed codes of 24 bits in all, one a piece: their upper bits, then the rest as uint8.
 
-
-def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Signed codes of 24 bits in all, one a piece -> (their upper bits, int16; the rest, uint8).
-
-    Two planes, because whoever restores an element reads every plane.
+    The upper bits are one int16 on a GPU, where whoever restores an element reads every plane; two
+    bytes on a CPU, whose vectors Inductor does not make of int16.
     """
     high, low = 16 // len(codes), 8 // len(codes)
     codes = [emit(aten.add.Tensor, code, 1 << (high + low - 1)) for code in codes]
     upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, low) for code in codes]
     lower = [emit(aten.bitwise_and.Scalar, code, (1 << low) - 1) for code in codes]
+    rest = emit.cast(_joined(emit, lower, low), torch.uint8)
+    if not _on_gpu(rest):
+        half = len(codes) // 2
+        halves = (_joined(emit, upper[:half], high), _joined(emit, upper[half:], high))
+        return [*(emit.cast(part, torch.uint8) for part in halves), rest]
     upper[-1] = emit(aten.sub.Tensor, upper[-1], 1 << (high - 1))  # the sign of all 16 bits
-    words, rest = _joined(emit, upper, high), _joined(emit, lower, low)
-    return emit.cast(words, torch.int16), emit.cast(rest, torch.uint8)
+    return [emit.cast(_joined(emit, upper, high), torch.int16), rest]
 
 
-def _codes(emit: Emitter, upper: fx.Node, lower: fx.Node, pieces: int) -> fx.Node:
-    """The codes that ``_planes`` was given, int32, the pieces in a dimension of their own.
+def _from_planes(
+    emit: Emitter, parts: Sequence[fx.Node], pieces: int, decode: Callable[..., fx.Node]
+) -> fx.Node:
+    """What ``decode(emit, codes, scale)`` makes of all pieces' codes.
 
-    Restored values are viewed only once, as what was stored: from views of views Inductor makes
-    indices in which Triton finds no vectors.
+    A GPU's kernel finds each element's own code. On a CPU the pieces are restored one by one, in
+    vectors, and put side by side. Either way the result is viewed only once, as what was stored:
+    from views of views Inductor makes indices in which Triton finds no vectors.
     """
+    *planes, scale = parts
     high, low = 16 // pieces, 8 // pieces
-    piece = _iota(emit, lower, pieces, step=1)
-    words = emit(aten.bitwise_xor.Scalar, _beside(emit, upper), 0x8000)
-    first = _field(emit, words, emit(aten.mul.Tensor, piece, high), bits=high)
-    last = _field(emit, _beside(emit, lower), emit(aten.mul.Tensor, piece, low), bits=low)
-    code = emit(aten.add.Tensor, emit(aten.mul.Tensor, first, 1 << low), last)
-    return emit(aten.sub.Tensor, code, 1 << (high + low - 1))
+
+    def code_of(first: fx.Node, last: fx.Node) -> fx.Node:
+        code = emit(aten.add.Tensor, emit(aten.mul.Tensor, first, 1 << low), last)
+        return emit(aten.sub.Tensor, code, 1 << (high + low - 1))
+
+    if _on_gpu(scale):
+        piece = _iota(emit, scale, pieces, step=1)
+        upper, lower = (_beside(emit, plane) for plane in planes)
+        upper = emit(aten.bitwise_xor.Scalar, upper, 0x8000)
+        first = _field(emit, upper, emit(aten.mul.Tensor, piece, high), bits=high)
+        last = _field(emit, lower, emit(aten.mul.Tensor, piece, low), bits=low)
+        return decode(emit, code_of(first, last), emit(aten.unsqueeze.default, scale, -3))
+    wide = [emit.cast(plane, torch.int32) for plane in planes]
+    restored = []
+    for number in range(pieces):
+        byte, place = divmod(number, pieces // 2)
+        first = _field(emit, wide[byte], place * high, bits=high)
+        last = _field(emit, wide[2], number * low, bits=low)
+        restored.append(decode(emit, code_of(first, last), scale))
+    return emit(aten.cat.default, restored, -2)
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    return bool(node.meta["val"].device.type == "cuda")
 
 
 def _joined(emit: Emitter, fields: Sequence[fx.Node], bits: int) -> fx.Node:
@@ -322,8 +345,10 @@ def _beside(emit: Emitter, plane: fx.Node) -> fx.Node:
     return emit.cast(emit(aten.unsqueeze.default, plane, -3), torch.int32)
 
 
-def _field(emit: Emitter, words: fx.Node, shift: fx.Node, bits: int) -> fx.Node:
-    shifted = emit(aten.bitwise_right_shift.Tensor, words, shift)
+def _field(emit: Emitter, words: fx.Node, shift: fx.Node | int, bits: int) -> fx.Node:
+    right_shift = aten.bitwise_right_shift
+    op = right_shift.Tensor_Scalar if isinstance(shift, int) else right_shift.Tensor
+    shifted = emit(op, words, shift)
     return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
 
 
