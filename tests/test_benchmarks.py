@@ -151,6 +151,12 @@ def test_largest_batch_compiles_once(program, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_instructions(program):
+    rows = program("instructions").main(schemes="groups6,rows8", rows=256, columns=512)
+    assert len(rows) == 4
+    assert all(row.instructions is None or 5 < row.instructions < 150 for row in rows)
+
+
 def test_packing(program, monkeypatch, tmp_path):
     packing, file = program("packing"), tmp_path / "packing.json"
     monkeypatch.setattr(packing, "WIDTHS", (128,))
