@@ -183,13 +183,12 @@ class _Look:
 
         @torch.compiler.disable
         def finished(gradients: Sequence[Tensor | None], _: Any) -> None:
-            if not self._args:  # a second backward; a hook must not remove itself while it runs
-                return
+            handle.remove()
             pairs = zip(known, gradients, strict=True)
             then(self, {name: g for name, g in pairs if name is not None and g is not None})
             self._args = []
 
-        node.register_hook(finished)
+        handle = node.register_hook(finished)
 
     @property
     def stale(self) -> bool:
