@@ -83,9 +83,14 @@ def test_every_convolution_and_every_strategy_is_measured(profile):
         assert errors["int8"] < 0.05
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 1)])
-def test_measured_errors_are_those_of_the_rewritten_step(kernel, stride):
-    """The profile's g_w error is what training then has, but for how x is stored."""
+@pytest.mark.parametrize(
+    ("kernel", "stride", "apart"), [(3, 1, 0.02), (3, 2, 0.02), (1, 1, 0.06)]
+)
+def test_measured_errors_are_those_of_the_rewritten_step(kernel, stride, apart):
+    """The profile's g_w error is what training then has, x stored as the strategy stores it.
+
+    A 1 x 1 convolution's INT8 is 3.9 % off (0.001516 for 0.001459), for a reason not yet found.
+    """
     torch.manual_seed(0)
     second = nn.Conv2d(16, 32, kernel, stride, kernel // 2)
     model, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.SiLU(), second), torch.randn(16, 8, 14, 14)
@@ -95,12 +100,13 @@ def test_measured_errors_are_those_of_the_rewritten_step(kernel, stride):
     for strategy in ("hla8", "int4", "int8"):
         model.zero_grad()
         options = {**ALWAYS, "override": {"2": strategy}, "exclude": ["0"], "recompute": False}
+        options["memory"] = "off"
         hot_step(lambda x: model(x).square().mean(), x, options=options)
         got = second.weight.grad
         variant = "hla8/batch" if strategy == "hla8" else strategy
         measured = one.layers["2"].grad_weight[variant]
         error = float((got - exact).norm() / exact.norm())
-        assert error == pytest.approx(measured.error, rel=0.06)
+        assert error == pytest.approx(measured.error, rel=apart)
         assert cosine(got, exact) == pytest.approx(measured.cosine, abs=1e-3)
 
 
