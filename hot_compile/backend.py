@@ -71,6 +71,8 @@ def hot(
     monitor = monitor_of(ours)
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
+    if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
+        patches["force_disable_caches"] = True
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
     own, logits = detach_logits(gm, config)
