@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from hot_compile.config import Strategy
-from hot_compile.passes.cost_conv import conv_gain, shape_of
-from hot_compile.passes.devices import pricing
+from hot_compile.passes.cost.conv import conv_gain, shape_of
+from hot_compile.passes.cost.devices import pricing
 from hot_compile.passes.site import Convolution
 from hot_compile.runtime.native import build
 from hot_compile.runtime.reference.conv import tile_rows

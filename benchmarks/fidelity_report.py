@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hot_compile.config import RECIPES, HotConfig, Strategy
-from hot_compile.passes import lqs
-from hot_compile.passes.profile import LayerProfile, Profile
+from hot_compile.passes.measure import lqs
+from hot_compile.passes.measure.profile import LayerProfile, Profile
 
 LOWER_IS_BETTER = {"loss"}
 RANKS = (16, 8, 4, 2, 1)

@@ -31,9 +31,9 @@ from rich.table import Table
 from torch import Tensor
 
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.passes.cost import Rates, Shape, predicted_gain
-from hot_compile.passes.devices import pricing
-from hot_compile.passes.strategies import STRATEGIES, How
+from hot_compile.passes.cost.devices import pricing
+from hot_compile.passes.cost.linear import Rates, Shape, predicted_gain
+from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.runtime.native import build
 
 

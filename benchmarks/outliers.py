@@ -21,8 +21,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from hot_compile.backend import hot
-from hot_compile.passes.measure import granule_errors
-from hot_compile.passes.observe import Layer, Observer
+from hot_compile.passes.measure.linear import granule_errors
+from hot_compile.passes.measure.observe import Layer, Observer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .config import HotConfig, Strategy
     from .inspect import Explanation, explain
-    from .monitor import Monitor
-    from .passes.profile import Profile
+    from .observing.monitor import Monitor
+    from .passes.measure.profile import Profile
     from .schedule import load_state_dict, set_step, state_dict
 
 __version__ = "0.1.0"
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Monitor": "monitor",
+    "Monitor": "observing.monitor",
     "load_state_dict": "schedule",
     "set_step": "schedule",
     "state_dict": "schedule",
     "calibrate": "calibration",
-    "Profile": "passes.profile",
+    "Profile": "passes.measure.profile",
     "explain": "inspect",
     "Explanation": "inspect",
     "HotConfig": "config",

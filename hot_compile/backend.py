@@ -14,23 +14,23 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .auto import Notes, Observing, code_being_compiled, graph_digest
-from .collector import Collector
 from .config import OBJECTS, HotConfig, option_names, split_options
 from .errors import OptionError, PassDisabledError
 from .frameworks import trace_past_warnings
-from .monitor import Gauge, Monitor, Watched, monitor_of
-from .passes.devices import pricing
+from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
+from .observing.collector import Collector
+from .observing.monitor import Gauge, Monitor, Watched, monitor_of
+from .observing.watching import Twin, Watch, twin
+from .passes.cost.devices import pricing
 from .passes.graph import clean_path, module_path
-from .passes.match import GraphInputs
-from .passes.observe import Observation, Observer
+from .passes.layers.match import GraphInputs
+from .passes.measure.observe import Observation, Observer
+from .passes.measure.profile import Profile
 from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
-from .passes.profile import Profile
 from .record import Dump
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
 from .schedule import Scheduled, current_bits
-from .watching import Twin, Watch, twin
 
 _DISABLING = "use_joint_graph_passes"
 

@@ -16,11 +16,11 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from .backend import hot
-from .collector import Collector
 from .config import HotConfig, split_options
 from .errors import CalibrationError
-from .passes.devices import pricing
-from .passes.profile import Profile
+from .observing.collector import Collector
+from .passes.cost.devices import pricing
+from .passes.measure.profile import Profile
 
 LossFunction = Callable[[Any, Any], Tensor]
 

@@ -15,7 +15,7 @@ from .errors import OptionError
 
 
 class Strategy(str, Enum):
-    """How a layer's backward is computed (docs/strategies.md, passes/strategies.py)."""
+    """How a layer's backward is computed (docs/strategies.md, passes/layers/strategies.py)."""
 
     HLA8 = "hla8"
     """g_x by HQ; g_w from the low-pass half of transformed rows, in INT8."""
@@ -39,7 +39,7 @@ class Strategy(str, Enum):
 
 
 BASELINES = frozenset({Strategy.INT4_NAIVE, Strategy.LUQ, Strategy.LBP_WHT})
-"""Other papers' methods, fake-quantised, for comparing accuracy (passes/baselines.py)."""
+"""Other papers' methods, fake-quantised, for comparing accuracy (passes/layers/baselines.py)."""
 
 
 class Rows(str, Enum):

@@ -15,11 +15,11 @@ from torch import fx
 
 from .backend import hot
 from .config import Strategy
+from .observing.watching import twin
 from .passes.head.plan import HeadDecision
-from .passes.plan import Decision, Plan
+from .passes.layers.plan import Decision, Plan
 from .record import GraphReport, Reports, run_uncompiled
 from .tables import PlainTable
-from .watching import twin
 
 
 @dataclasses.dataclass(frozen=True)

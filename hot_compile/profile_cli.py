@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .errors import ProfileFormatError
-from .passes.profile import LayerProfile, Profile
+from .passes.measure.profile import LayerProfile, Profile
 from .tables import PlainTable
 
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)

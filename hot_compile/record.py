@@ -15,7 +15,7 @@ from torch import fx
 
 from .errors import OptionError
 from .passes.graph import readable
-from .passes.plan import Plan
+from .passes.layers.plan import Plan
 from .passes.storage.record import Crossing
 
 NO_PLAN = Plan("exact", ())

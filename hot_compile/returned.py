@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from .config import HotConfig
+from .observing.watching import twin
 from .passes.site import hint
-from .watching import twin
 
 _PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}
 _LOSSES = ("cross_entropy", "log_softmax", "logsumexp", "nll_loss")

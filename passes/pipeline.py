@@ -25,19 +25,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
-from hot_compile.passes.cost import Rates
-from hot_compile.passes.exact_forms import Candidate, candidates, take
+from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
-from hot_compile.passes.layouts import mark_channels_last
-from hot_compile.passes.match import GraphInputs, match
-from hot_compile.passes.observe import Observation, observe
-from hot_compile.passes.plan import Plan, Prices, plan
-from hot_compile.passes.profile import Profile
-from hot_compile.passes.rewrite import rewrite
+from hot_compile.passes.layers.match import GraphInputs, match
+from hot_compile.passes.layers.plan import Plan, Prices, plan
+from hot_compile.passes.layers.rewrite import rewrite
+from hot_compile.passes.measure.observe import Observation, observe
+from hot_compile.passes.measure.profile import Profile
 from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step, run, traced
 from hot_compile.passes.storage.advance import advance
+from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing

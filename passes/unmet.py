@@ -11,7 +11,7 @@ from typing import Any
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.errors import OptionWarning
-from hot_compile.passes.plan import Plan
+from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.site import Site
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.crossers import Crosser

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "hot_compile": "hot_compile",
     "passes": "hot_compile.passes",
-    "passes/head": "hot_compile.passes.head",
     "runtime": "hot_compile.runtime",
 }
 LEAVES = {"hot_compile.errors", "hot_compile.config"}

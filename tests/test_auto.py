@@ -12,9 +12,9 @@ from torch import nn
 
 from hot_compile import calibrate
 from hot_compile.backend import hot
-from hot_compile.calibration import Collector
 from hot_compile.inspect import Reports, explain, run_uncompiled
-from hot_compile.passes.profile import Profile
+from hot_compile.observing.collector import Collector
+from hot_compile.passes.measure.profile import Profile
 
 ALWAYS = {
     "min_gain": 0, "keep_head": False, "lqs": "auto", "lqs_warm_up": 3, "lqs_batches": 2,

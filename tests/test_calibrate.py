@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import hot_compile
 from hot_compile import calibrate, calibration
 from hot_compile.cli import app
-from hot_compile.collector import Collector
 from hot_compile.config import Strategy
 from hot_compile.errors import CalibrationError, ProfileFormatError, ProfileMismatchError
 from hot_compile.inspect import explain
-from hot_compile.passes.profile import Profile
+from hot_compile.observing.collector import Collector
+from hot_compile.passes.measure.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False}

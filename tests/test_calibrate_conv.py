@@ -11,7 +11,7 @@ from torch import nn
 import hot_compile
 from hot_compile import calibrate
 from hot_compile.inspect import explain
-from hot_compile.passes.profile import Profile
+from hot_compile.passes.measure.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "memory": "off"}

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import hot_compile
-from hot_compile import backend, watching
+from hot_compile import backend
 from hot_compile.backend import hot
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.monitor import Gauge, Quality, Watched
+from hot_compile.observing import watching
+from hot_compile.observing.monitor import Gauge, Quality, Watched
+from hot_compile.observing.watching import twin
 from hot_compile.testing import cosine, hot_step
-from hot_compile.watching import twin
 
 ALWAYS = {"min_gain": 0, "keep_head": False}
 

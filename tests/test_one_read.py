@@ -14,7 +14,7 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.config import Strategy
 from hot_compile.inspect import run_uncompiled
-from hot_compile.passes import devices
+from hot_compile.passes.cost import devices
 from hot_compile.testing import cosine, hot_step, step
 
 RATES = dataclasses.replace(devices.RATES["cpu-vnni"], one_read=True)

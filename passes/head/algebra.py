@@ -5,7 +5,7 @@ Every such tensor between a head's product y and its gradients is
     sum over terms of  coefficient[row] * basis[row, column]     (each basis: see ``Basis``)
 
 so no wide tensor needs to be computed to know the loss and the gradients: the coefficients and four
-statistics a row say it all (``runtime/reference_head.py``).
+statistics a row say it all (``runtime/reference/head.py``).
 """
 
 from __future__ import annotations

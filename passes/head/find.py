@@ -19,7 +19,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """The logits' gradient: A p + B onehot + C column + scale * extra (``reference_head.py``)."""
+    """The logits' gradient: A p + B onehot + C column + scale * extra (``reference/head.py``)."""
 
     a: Expr
     b: Expr

@@ -12,7 +12,7 @@ from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.linear import ScalarTangent
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.site import bytes_of, hint
-from hot_compile.runtime.head import chunk_columns, chunk_rows
+from hot_compile.runtime.head.products import chunk_columns, chunk_rows
 
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.graph import IMAGE_DIMS
-from hot_compile.passes.layouts import in_memory
 from hot_compile.passes.site import bytes_of
+from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.schemes import Scheme

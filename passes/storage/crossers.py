@@ -19,9 +19,9 @@ from hot_compile.passes.graph import (
     returned,
     strip,
 )
-from hot_compile.passes.layouts import in_memory
-from hot_compile.passes.match import GraphInputs
+from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.site import bytes_of
+from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.readers import (
     FLOATS,

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from hot_compile.passes.affine import fold_channel_steps
 from hot_compile.passes.emit import Emitter, refresh
 from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, returned, strip
-from hot_compile.passes.layouts import in_memory
+from hot_compile.passes.storage.affine import fold_channel_steps
+from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask

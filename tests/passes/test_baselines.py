@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hot_compile.inspect import explain
-from hot_compile.passes import baselines
-from hot_compile.passes.baselines import low_pass
+from hot_compile.passes.layers import baselines
+from hot_compile.passes.layers.baselines import low_pass
 from hot_compile.testing import cosine, hot_step
 
 OPTIONS = {"min_gain": 0, "keep_head": False}

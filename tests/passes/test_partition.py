@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from hot_compile.passes.graph import aten
-from hot_compile.passes.match import GraphInputs
+from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.crossers import Judge, crossers
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.testing import cosine, hot_step

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from hot_compile.passes import exact_forms, patches
+from hot_compile.passes.exact import forms as exact_forms
+from hot_compile.passes.exact import patches
 from hot_compile.passes.graph import aten
-from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD
+from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 from hot_compile.testing import hot_step
 
 OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact

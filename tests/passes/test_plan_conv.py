@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from hot_compile.config import HotConfig
-from hot_compile.passes.devices import RATES
-from hot_compile.passes.plan import NO_CONVOLUTIONS, plan
+from hot_compile.passes.cost.devices import RATES
+from hot_compile.passes.layers.plan import NO_CONVOLUTIONS, plan
 from hot_compile.passes.site import ConvNodes, Convolution, Site
 
 VNNI = RATES["cpu-vnni"]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hot_compile.passes import exact_forms, pools
+from hot_compile.passes.exact import forms as exact_forms
+from hot_compile.passes.exact import pools
 from hot_compile.testing import hot_step
 
 OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact

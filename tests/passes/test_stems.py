@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hot_compile.passes import exact_forms, stems
+from hot_compile.passes.exact import forms as exact_forms
+from hot_compile.passes.exact import stems
 from hot_compile.passes.graph import aten
 from hot_compile.testing import hot_step
 

@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.passes import cost
-from hot_compile.passes.devices import RATES
+from hot_compile.passes.cost import linear as cost
+from hot_compile.passes.cost.devices import RATES
 from hot_compile.passes.emit import Emitter, node_of
-from hot_compile.passes.measure import grad_weight_measures
-from hot_compile.passes.plan import plan
-from hot_compile.passes.strategies import STRATEGIES, Gradients, How, Spec
+from hot_compile.passes.layers.plan import plan
+from hot_compile.passes.layers.strategies import STRATEGIES, Gradients, How, Spec
+from hot_compile.passes.measure.linear import grad_weight_measures
 from hot_compile.testing import cosine, hot_step
 
 hot = torch.ops.hot
@@ -145,7 +145,7 @@ def test_what_runs_in_the_backward_is_priced_as_int8_whatever_the_name():
 
 def test_planning_reads_nothing_but_its_arguments(monkeypatch):
     """No runtime is built or looked for: prices come in as data."""
-    from hot_compile.passes import devices
+    from hot_compile.passes.cost import devices
 
     def fail(*args):
         raise AssertionError("plan looked for a runtime")

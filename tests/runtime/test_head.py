@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from hot_compile.runtime import head, head_rows, reference_head
+from hot_compile.runtime.head import products as head
+from hot_compile.runtime.head import rows as head_rows
+from hot_compile.runtime.reference import head as reference_head
 from hot_compile.testing import cosine
 
 OUTPUTS, INPUTS = 301, 24

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 PROGRAM = """
 import itertools
 import torch
-from hot_compile.runtime import head_rows, head_triton
-from hot_compile.runtime.head_rows import Chunk, Form, Gradient
+from hot_compile.runtime.head import rows as head_rows, triton_kernels as head_triton
+from hot_compile.runtime.head.rows import Chunk, Form, Gradient
 
 head_triton._BLOCK = 64
 torch.manual_seed(0)

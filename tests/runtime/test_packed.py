@@ -57,7 +57,7 @@ def test_a_step_that_packs_equals_one_that_does_not(recipe):
         packed = {d.packed for d in graph.plan.rewritten}
         return packed, [x.grad, *(p.grad for p in model[0].parameters())]
 
-    integer = hot_compile.passes.devices.RATES["cpu-vnni"].integer
+    integer = hot_compile.passes.cost.devices.RATES["cpu-vnni"].integer
     plain, want = gradients({"int4": integer, "integer": integer})
     packed, got = gradients({"int4": 2 * integer, "integer": integer})
     assert (plain, packed) == ({False}, {True})

@@ -6,9 +6,9 @@ log-softmax reads four numbers a row, the *statistics* of z, and its gradient is
 
     g_z = A exp(z - lse) + B onehot(target) + C column (+ extra)
 
-with one number A, B, C a row: the *coefficients*. Providers (``head.py``) compute the same without
-ever holding z or its gradient. Statistics are fp32, gradients of z are rounded to x's dtype before
-they enter a product, as in the exact graph.
+with one number A, B, C a row: the *coefficients*. Providers (``head/products.py``) compute the
+same without ever holding z or its gradient. Statistics are fp32, gradients of z are rounded to x's
+dtype before they enter a product, as in the exact graph.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from hot_compile.config import Strategy
-from hot_compile.passes.strategies import STRATEGIES, How, Spec
+from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
 from hot_compile.runtime.reference.sizes import HADAMARD_ORDER, INT4_GROUP
 
 L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741

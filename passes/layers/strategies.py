@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import hot_compile.passes.baselines
+import hot_compile.passes.layers.baselines
 import hot_compile.runtime.ops  # noqa: F401  (likewise)
 from hot_compile.config import BASELINES, Strategy
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.passes.graph import aten
-from hot_compile.passes.measure import compare, granule_errors, tensor_stats
-from hot_compile.passes.plan import Decision, forced
-from hot_compile.passes.profile import config_variant, gx_variant
-from hot_compile.passes.rewrite_conv import ConvStrategy
+from hot_compile.passes.layers.plan import Decision, forced
+from hot_compile.passes.layers.rewrite_conv import ConvStrategy
+from hot_compile.passes.measure.linear import compare, granule_errors, tensor_stats
+from hot_compile.passes.measure.profile import config_variant, gx_variant
 from hot_compile.passes.site import ConvNodes, Site
 
 Gradients = tuple[Tensor | None, Tensor | None]

@@ -17,14 +17,14 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.first_conv import (
+from hot_compile.passes.exact.first_conv import (
     CHANNEL_MULTIPLE,
     backwards_of,
     slow_in_cudnn,
     wants_grad_input,
 )
 from hot_compile.passes.graph import aten, value_of
-from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, each_dimension
+from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, each_dimension
 
 _MOST_CHANNELS = 16
 """Of blocks: what was measured."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD
+from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 
 CHANNEL_MULTIPLE = 8
 """cuDNN's fast kernels take channels in multiples of this."""

@@ -9,12 +9,17 @@ import statistics
 import torch
 from torch import Tensor
 
-from .errors import CalibrationError
-from .passes.measure import grad_input_measures, grad_weight_measures, granule_errors, tensor_stats
-from .passes.measure_conv import Pairs, conv_granule_errors, conv_measures, conv_stats
-from .passes.observe import Layer, Observer
-from .passes.profile import LayerProfile, Measure, Profile, TensorStats
-from .passes.site import Site
+from hot_compile.errors import CalibrationError
+from hot_compile.passes.measure.conv import Pairs, conv_granule_errors, conv_measures, conv_stats
+from hot_compile.passes.measure.linear import (
+    grad_input_measures,
+    grad_weight_measures,
+    granule_errors,
+    tensor_stats,
+)
+from hot_compile.passes.measure.observe import Layer, Observer
+from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile, TensorStats
+from hot_compile.passes.site import Site
 
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
@@ -168,7 +173,7 @@ def _rounded(value: float) -> float:
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    from . import __version__
+    from hot_compile import __version__
 
     cuda = device.type == "cuda"
     return {

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from .collector import Collector
-from .config import HotConfig
-from .errors import CalibrationError, ProfileFormatError
-from .passes.devices import prices_of
-from .passes.graph import module_path
-from .passes.plan import plan
-from .passes.profile import Profile
-from .runtime.native.build import cache_dir
+from hot_compile.config import HotConfig
+from hot_compile.errors import CalibrationError, ProfileFormatError
+from hot_compile.observing.collector import Collector
+from hot_compile.passes.cost.devices import prices_of
+from hot_compile.passes.graph import module_path
+from hot_compile.passes.layers.plan import plan
+from hot_compile.passes.measure.profile import Profile
+from hot_compile.runtime.native.build import cache_dir
 
 log = logging.getLogger("hot_compile")
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds an operator to)
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
-from hot_compile.passes.plan import Decision, batch_problem
+from hot_compile.passes.layers.plan import Decision, batch_problem
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes, hint
 
 log = logging.getLogger("hot_compile")

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .auto import forget
-from .config import BASELINES, HotConfig, Memory, Strategy
-from .errors import OptionError
-from .passes.measure import compare, quantised_grad_input, quantised_grad_weight
-from .passes.measure_conv import exact_conv_gradients, quantised_conv_gradients
-from .passes.observe import Layer, Observer
-from .passes.plan import Decision
+from hot_compile.config import BASELINES, HotConfig, Memory, Strategy
+from hot_compile.errors import OptionError
+from hot_compile.observing.auto import forget
+from hot_compile.passes.layers.plan import Decision
+from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
+from hot_compile.passes.measure.linear import compare, quantised_grad_input, quantised_grad_weight
+from hot_compile.passes.measure.observe import Layer, Observer
 
 log = logging.getLogger("hot_compile")
 

@@ -27,7 +27,7 @@ from hot_compile.passes.graph import (
     strip,
     untranspose,
 )
-from hot_compile.passes.match_conv import CONVOLUTION_BACKWARD, FLOATS, match_convolution
+from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, FLOATS, match_convolution
 from hot_compile.passes.site import Site, SiteNodes
 
 _PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}

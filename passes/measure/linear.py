@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import Rows, Strategy
-from hot_compile.passes.baselines import low_pass
-from hot_compile.passes.profile import gw_variant, gx_variant
-from hot_compile.passes.strategies import STRATEGIES, How
+from hot_compile.passes.layers.baselines import low_pass
+from hot_compile.passes.layers.strategies import STRATEGIES, How
+from hot_compile.passes.measure.profile import gw_variant, gx_variant
 from hot_compile.runtime.reference.arithmetic import quantize, scale_of
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels for ``head_rows.py``: one program a row, its columns in blocks.
+"""Triton kernels for ``rows.py``: one program a row, its columns in blocks.
 
 Row statistics are gathered as FlashAttention does it, a running maximum and a running sum, so that
 a row is read once. All arithmetic is fp32.
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hot_compile.runtime.head_rows import Chunk, Gradient
+    from hot_compile.runtime.head.rows import Chunk, Gradient
 
 _BLOCK = 4096
 _WARPS = 8
@@ -107,7 +107,7 @@ def statistics_(chunk: Chunk, out: Tensor) -> None:
 
 
 def gradient_(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
-    """The gradient of a chunk, as ``head_rows.chunk_gradient``."""
+    """The gradient of a chunk, as ``rows.chunk_gradient``."""
     rows, width = chunk.y.shape
     form, extra = chunk.form, gradient.extra
     if not rows:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes import patches, pools, stems
 from hot_compile.passes.emit import prims
+from hot_compile.passes.exact import patches, pools, stems
 from hot_compile.passes.graph import aten, module_path, value_of
 
 log = logging.getLogger("hot_compile")

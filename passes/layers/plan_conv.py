@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hot_compile.config import Rows, Strategy
-from hot_compile.passes.cost import Rates, Shape
-from hot_compile.passes.cost_conv import ConvShape, at, conv_gain, conv_saved_bytes, shape_of
+from hot_compile.passes.cost.conv import ConvShape, at, conv_gain, conv_saved_bytes, shape_of
+from hot_compile.passes.cost.linear import Rates, Shape
 from hot_compile.passes.site import Site
 
 

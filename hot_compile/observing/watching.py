@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .passes.measure import compare
-from .passes.observe import Observation, Observer
+from hot_compile.passes.measure.linear import compare
+from hot_compile.passes.measure.observe import Observation, Observer
 
 _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""

@@ -1,6 +1,6 @@
 """Operators of a head that go through it in chunks: no logits, no gradient of theirs, as a whole.
 
-Defined by ``reference_head.py``. Each is functional, returns fresh contiguous tensors and reads
+Defined by ``reference/head.py``. Each is functional, returns fresh contiguous tensors and reads
 nothing back to the host. Products are the library's. Importing this registers them:
 
 * ``hot::head_statistics``: of every row of the logits, and the logits if the caller gets them;
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.head_rows import (
+from hot_compile.runtime.head.rows import (
     Chunk,
     Form,
     Gradient,

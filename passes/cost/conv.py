@@ -14,7 +14,19 @@ from functools import cache
 import sympy
 
 from hot_compile.config import Strategy
-from hot_compile.passes.cost import INT4_BYTES, VARIABLES, ZERO, Cost, E, I, L, O, R, Rates, seconds
+from hot_compile.passes.cost.linear import (
+    INT4_BYTES,
+    VARIABLES,
+    ZERO,
+    Cost,
+    E,
+    I,
+    L,
+    O,
+    R,
+    Rates,
+    seconds,
+)
 from hot_compile.passes.site import Convolution, hint
 from hot_compile.runtime.reference.conv import tile_shape
 

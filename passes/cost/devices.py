@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from hot_compile.errors import BuildError
-from hot_compile.passes.cost import Rates
+from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.site import Site
 from hot_compile.runtime.native.build import load
 from hot_compile.runtime.native.providers import status

@@ -15,14 +15,21 @@ from torch import fx
 
 from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
-from hot_compile.passes import lqs
-from hot_compile.passes.cost import Rates, Shape, at, kept_bytes, predicted_gain, rows_that_pay
-from hot_compile.passes.exact_forms import Candidate, FormDecision
+from hot_compile.passes.cost.linear import (
+    Rates,
+    Shape,
+    at,
+    kept_bytes,
+    predicted_gain,
+    rows_that_pay,
+)
+from hot_compile.passes.exact.forms import Candidate, FormDecision
 from hot_compile.passes.head.plan import HeadDecision
-from hot_compile.passes.plan_conv import conv_excluded, conv_numbers
-from hot_compile.passes.profile import LayerProfile, Profile
+from hot_compile.passes.layers.plan_conv import conv_excluded, conv_numbers
+from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
+from hot_compile.passes.measure import lqs
+from hot_compile.passes.measure.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, SiteNodes, hint
-from hot_compile.passes.strategies import STRATEGIES, How, Spec
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 3

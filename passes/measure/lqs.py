@@ -8,7 +8,7 @@ gradients stay within the recipe's error budget. Everything here is a pure funct
 from __future__ import annotations
 
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.passes.profile import LayerProfile, Measure, config_variant, gx_variant
+from hot_compile.passes.measure.profile import LayerProfile, Measure, config_variant, gx_variant
 
 _HALVED = 0.5
 """The paper's rule: per token if that cuts g_y's L2 quantisation error by more than half."""

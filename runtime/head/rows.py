@@ -1,7 +1,7 @@
 """Passes over a chunk of logits: statistics of its rows, and its gradient. Plain ATen, in blocks.
 
 A block of rows is small enough to stay in a CPU's cache over the half dozen passes that eager
-operators make of it. On CUDA the Triton kernels of ``head_triton.py`` make one pass of each.
+operators make of it. On CUDA the Triton kernels of ``triton_kernels.py`` make one pass of each.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def chunk_statistics(chunk: Chunk, out: Tensor) -> None:
     ``out`` [4, R]. Raises what ``gather`` raises where a target is out of range.
     """
     if _has_triton(out):
-        from hot_compile.runtime.head_triton import statistics_
+        from hot_compile.runtime.head.triton_kernels import statistics_
 
         statistics_(chunk, out)
         _pick(chunk, out[2])
@@ -90,7 +90,7 @@ def _pick(chunk: Chunk, out: Tensor) -> None:
 def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
     """Write the gradient of a chunk's y, given the log-sum-exp [R] of its rows."""
     if _has_triton(lse):
-        from hot_compile.runtime.head_triton import gradient_
+        from hot_compile.runtime.head.triton_kernels import gradient_
 
         gradient_(chunk, lse, gradient)
         return

@@ -1,0 +1,1 @@
+"""Cost: what an operator takes, on which device."""

@@ -1,0 +1,1 @@
+"""Exact forms: other ways to compute the same, where a device is faster with them."""

@@ -1,0 +1,1 @@
+"""Layers: found in the joint graph, planned, rewritten."""

@@ -1,0 +1,1 @@
+"""The head's operators: a wide product and its loss, chunk by chunk."""
