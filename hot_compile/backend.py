@@ -33,6 +33,8 @@ from .runtime.native.providers import runtime_version
 from .schedule import Scheduled, current_bits
 
 _DISABLING = "use_joint_graph_passes"
+_NEW_GRAPH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+"""Compile the graph anew. AOTAutograd's cache heeds these too; kernels found compiled are used."""
 
 
 def hot(
@@ -72,7 +74,7 @@ def hot(
     config = HotConfig.from_options(ours)
     patches = _inductor_patches(mode, theirs)
     if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
-        patches["force_disable_caches"] = True
+        patches |= _NEW_GRAPH
     if not _trains(example_inputs):
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
     own, logits = detach_logits(gm, config)
@@ -124,7 +126,7 @@ class _Graph:
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
         recorder = Dump() if observation else self.recorder or Dump(dump)
         if dump or self.recorder or observation:
-            patches["force_disable_caches"] = True  # on a cache hit no pass runs: none to report
+            patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         context = Context(
             config=config,
             inputs=self.inputs,
@@ -140,7 +142,7 @@ class _Graph:
         inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
         partitioner = Partitioner(context, joint, inner)
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
-            patches["force_disable_caches"] = True
+            patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
 

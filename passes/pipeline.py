@@ -39,6 +39,7 @@ from hot_compile.passes.steps import Step, run, traced
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
@@ -156,6 +157,10 @@ def _exact_forms(joint: Joint) -> int:
     return sum(form.taken for form in forms)
 
 
+def _copies(joint: Joint) -> int:
+    return 0 if joint.context.config.memory is Memory.OFF else merge_copies(joint.graph)
+
+
 def _observe(joint: Joint) -> int:
     assert joint.context.observation is not None
     observe(joint.graph, joint.sites, joint.context.observation, joint.plan)
@@ -229,6 +234,7 @@ JOINT: tuple[Step[Joint], ...] = (
     Step("warn", _warn_of_plan),
     Step("rewrite", _rewrite, changes=True),
     Step("exact_forms", _exact_forms, changes=True),
+    Step("copies", _copies, changes=True),
 )
 """On the joint graph of forward and backward. What is not ``changes`` only reads it."""
 

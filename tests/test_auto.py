@@ -1,13 +1,13 @@
 """``lqs="auto"``: observe, recompile once, remember."""
 
 import functools
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from own_cache import own_cache
 from torch import nn
 
 from hot_compile import calibrate
@@ -293,7 +293,7 @@ for _ in range(5):
     print(float(model[0].weight.grad.norm()))
 print(counters["stats"]["unique_graphs"])
 """
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    env = own_cache(tmp_path / "inductor")
 
     def run():
         done = subprocess.run(

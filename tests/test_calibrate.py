@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import random
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from own_cache import own_cache
 from torch import nn
 from typer.testing import CliRunner
 
@@ -380,7 +380,7 @@ def test_the_next_process_uses_the_profile_and_its_content_is_in_the_cache_key(t
     path = tmp_path / "profile.json"
 
     def run():
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        env = own_cache(tmp_path / "cache")
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(path)],
             capture_output=True, text=True, env=env, check=True,
