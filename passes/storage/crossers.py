@@ -23,9 +23,9 @@ from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.readers import (
     FLOATS,
-    REDUCTIONS,
     Facts,
     Reading,
     facts,
@@ -230,9 +230,16 @@ def _fitting(crosser: Crosser) -> Crosser:
         else:
             problem = layout
     if len(kept) == 1:
-        problem = problem or "meets a softmax, which wants 12 bits: too few less than it has"
+        problem = problem or _why_too_fine(crosser.saved)
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
+
+
+def _why_too_fine(saved: fx.Node) -> str:
+    """Why what meets a softmax is not stored in 12 bits."""
+    if saved.meta["val"].dtype.itemsize > 2:
+        return "meets a softmax behind more than a multiplication: no bound is known"
+    return "meets a softmax, which wants 12 bits: too few less than it has"
 
 
 def _tried(crosser: Crosser, reading: Reading) -> Crosser:

@@ -28,6 +28,15 @@ from hot_compile.passes.graph import (
 )
 from hot_compile.passes.site import hint
 from hot_compile.passes.storage.chain import Chain
+from hot_compile.passes.storage.norms import (
+    FUSED,
+    REDUCTIONS,
+    cancels,
+    is_number,
+    is_softmax,
+    spreads_again,
+    through_views,
+)
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 MOVES = {
@@ -65,30 +74,17 @@ BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
-_FUSED = {torch.ops.prims.fma.default} if hasattr(torch.ops.prims, "fma") else set()
 LINEAR_IN_GRADIENT = {
     aten.mul.Tensor,
     aten.div.Tensor,
     aten.where.self,
     aten.addcmul.default,
     aten.neg.default,
-    *_FUSED,
+    *FUSED,
 }
 """Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
-_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default}
-_FACTORS = {aten.mul.Tensor, aten.neg.default}
 _FEW = 16
 """Elements of a norm's row below which its gradient may be smaller than its terms' errors."""
-REDUCTIONS = {
-    aten.sum.dim_IntList,
-    aten.sum.default,
-    aten.mean.dim,
-    aten.mean.default,
-    aten.var_mean.correction,
-    aten.var.correction,
-    aten.amax.default,
-    aten.amin.default,
-}
 
 
 @dataclasses.dataclass
@@ -227,7 +223,7 @@ class _Reader:
             self._refuse("a statistic: broadcast over more elements")
             return
         others = [n for n in user.all_input_nodes if n not in self._chain]
-        others = [n for n in others if not _is_number(n) and not _makes_bool(n)]
+        others = [n for n in others if not is_number(n) and not _makes_bool(n)]
         if user in self._chain:
             return
         if others and self._is_affine(node, user, others):
@@ -282,16 +278,16 @@ class _Reader:
     def _meet_gradient(self, node: fx.Node, product: fx.Node) -> None:
         """``product`` is a gradient's with ``node``: a norm or a softmax may follow."""
         known = self._known.gradients
-        for reduction in _through_views(product):
+        for reduction in through_views(product):
             if reduction.target not in REDUCTIONS:
                 continue
             self._note_rows(reduction)
             summed = self._elements // max(1, hint(reduction.meta["val"].numel()))
-            if summed < _FEW and reduction.op == "call_function":
+            if summed < _FEW and spreads_again(reduction):
                 self._refuse("a norm over few elements: what it leaves may be less than the error")
-        if not self.reading.channel and _cancels(product, known):
+        if not self.reading.channel and cancels(product, known):
             self._centre(node)
-        self.reading.fine |= _is_softmax(node, product, known)
+        self.reading.fine |= is_softmax(node, product, known)
 
     def _centre(self, node: fx.Node) -> None:
         """The backward takes a mean from it, in what it makes with the gradient."""
@@ -337,91 +333,6 @@ def _downstream(root: fx.Node, gradients: Set[fx.Node], cuts: Set[fx.Node]) -> I
     yield from sorted(read - {root})
 
 
-_FOLLOWED = VIEWS | CASTS | REDUCTIONS | _FACTORS | {aten.div.Tensor, aten.squeeze.dims}
-
-
-def _through_views(node: fx.Node) -> Iterator[fx.Node]:
-    """Readers of ``node``, seen through views."""
-    for user in node.users:
-        if user.target in VIEWS:
-            yield from _through_views(user)
-        else:
-            yield user
-
-
-def _is_softmax(node: fx.Node, product: fx.Node, gradients: Set[fx.Node]) -> bool:
-    """``product``, of ``node`` and a gradient, meets another product of ``node``.
-
-    p g - p sum(p g): where p is close to 1, what is left is as small as 1 - p.
-    """
-    for user in product.users:
-        if user not in gradients or user.target not in _SUMS | _FUSED:
-            continue
-        for other in user.all_input_nodes:
-            sources = other.all_input_nodes if other.target in _FACTORS else [other]
-            if other is not product and (node in sources or _negated(node) in sources):
-                return True
-    return False
-
-
-def _negated(node: fx.Node) -> fx.Node | None:
-    return next((user for user in node.users if user.target is aten.neg.default), None)
-
-
-def _cancels(product: fx.Node, gradients: Set[fx.Node]) -> bool:
-    """``product``, of a gradient and a saved tensor, meets what may cancel the tensor's mean.
-
-    A norm that keeps the tensor itself, not the tensor less its mean, makes sums of products with
-    the gradient, and takes from these what the mean alone would give; or it adds to the product
-    something that is broadcast.
-    """
-    for user in _through_views(product):
-        if user.target in REDUCTIONS and any(_met(user, u, gradients) for u in _followed(user)):
-            return True
-        if user.target in _SUMS and _met(product, user, gradients):
-            others = [n for n in user.all_input_nodes if n is not product]
-            if any(_is_broadcast(n, product) for n in others):
-                return True
-    return False
-
-
-def _followed(statistic: fx.Node) -> Iterator[fx.Node]:
-    """Sums that ``statistic`` or a multiple of it enters, of its own size."""
-    stack, seen = [statistic], {statistic}
-    while stack:
-        for user in stack.pop().users:
-            if user in seen or user.op != "call_function":
-                continue
-            seen.add(user)
-            if user.target in _SUMS:
-                yield user
-            elif user.target in _FOLLOWED and not _is_larger(user, statistic):
-                stack.append(user)
-
-
-def _is_larger(node: fx.Node, than: fx.Node) -> bool:
-    return hint(node.meta["val"].numel()) > hint(than.meta["val"].numel())
-
-
-def _met(node: fx.Node, total: fx.Node, gradients: Set[fx.Node]) -> bool:
-    """``total`` adds another gradient tensor to what is made of ``node``, no larger than it."""
-    sizes = [hint(n.meta["val"].numel()) for n in total.all_input_nodes if n in gradients]
-    alike = len(sizes) > 1 and max(sizes) <= hint(node.meta["val"].numel())
-    return alike and any(_has_statistic(n, gradients) for n in (total, *total.all_input_nodes))
-
-
-def _has_statistic(node: fx.Node, gradients: Set[fx.Node]) -> bool:
-    """A saved tensor, such as a mean, is a factor; gradients of a shared gain only add up."""
-    saved = [n for n in node.all_input_nodes if n not in gradients and not _is_number(n)]
-    return node.target in (aten.mul.Tensor, aten.addcmul.default) and bool(saved)
-
-
-def _is_broadcast(node: fx.Node, like: fx.Node) -> bool:
-    """``node`` repeats fewer numbers than ``like`` has elements."""
-    source = strip(node, VIEWS)
-    return 2 * hint(source.meta["val"].numel()) <= hint(like.meta["val"].numel())
-
-
 def kept_dims(reduction: fx.Node) -> set[int]:
     """Dimensions of its operand that ``reduction`` does not go over."""
     count = reduction.args[0].meta["val"].dim()  # type: ignore[union-attr]
@@ -450,12 +361,6 @@ def _sources(node: fx.Node) -> list[fx.Node]:
                 seen.add(operand)
                 stack.append(operand)
     return [n for n in seen if n.op == "placeholder"]
-
-
-def _is_number(node: fx.Node) -> bool:
-    """A constant, or a size."""
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or node.target is aten.full.default
 
 
 def _makes_bool(node: fx.Node) -> bool:
