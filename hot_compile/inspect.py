@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import networkx
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +17,7 @@ from torch import fx
 
 from .backend import hot
 from .config import Strategy
+from .graphs import union
 from .observing.watching import twin
 from .passes.head.plan import HeadDecision
 from .passes.layers.plan import Decision, Plan
@@ -41,6 +44,11 @@ class Explanation:
     def held_bytes(self) -> int:
         """Bytes kept from forward to backward by all graphs together."""
         return sum(graph.held_bytes for graph in self.graphs)
+
+    @functools.cached_property
+    def graph(self) -> networkx.DiGraph:
+        """The joint graphs with the plan carried out, side by side (``hot_compile.graphs``)."""
+        return union(self.graphs)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form of every graph."""
