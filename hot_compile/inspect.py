@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import networkx
@@ -19,8 +20,10 @@ from .backend import hot
 from .config import Strategy
 from .graphs import union
 from .observing.watching import twin
+from .page import save_page
 from .passes.head.plan import HeadDecision
 from .passes.layers.plan import Decision, Plan
+from .passes.measure.profile import Profile
 from .record import GraphReport, Reports, run_uncompiled
 from .tables import PlainTable
 
@@ -53,6 +56,13 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form of every graph."""
         return {"graphs": [graph.to_json() for graph in self.graphs]}
+
+    def save_html(self, path: str | Path, profile: Profile | str | Path | None = None) -> None:
+        """Write all of it as one self-contained page: layers, what crosses, graphs.
+
+        ``profile``: what calibration measured, or its file; the layers' errors are then shown.
+        """
+        save_page(path, self.graphs, profile=profile)
 
     def table(self) -> Table:
         """Layer, shape, strategy or refusal and why, saved bytes, predicted gain."""
