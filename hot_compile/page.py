@@ -31,6 +31,7 @@ def save_page(
     graphs: Sequence[GraphReport],
     measured: Mapping[str, Any] | None = None,
     profile: Profile | str | Path | None = None,
+    title: str = "",
 ) -> None:
     """Write the page to ``path``. It reads nothing from anywhere else.
 
@@ -38,13 +39,15 @@ def save_page(
         graphs: with their stages, as ``explain`` and ``memory_report`` keep them.
         measured: by configuration, ``Measured`` of ``memory_report``.
         profile: what calibration measured, or its file, for the layers' errors.
+        title: what it is a report of.
 
     Raises:
         ValueError: the reports have no graphs.
         ProfileFormatError: ``profile`` is a file that is none.
     """
     profile = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
-    data = json.dumps(page_data(graphs, measured, profile), separators=(",", ":"))
+    content = {"title": title, **page_data(graphs, measured, profile)}
+    data = json.dumps(content, separators=(",", ":"))
     template = resources.files("hot_compile").joinpath("page.html").read_text(encoding="utf-8")
     Path(path).write_text(template.replace(_PLACE, _harmless(data)), encoding="utf-8")
 

@@ -61,14 +61,15 @@ def plan(
         raise typer.BadParameter(str(error)) from error
     console = Console(width=140, soft_wrap=True, highlight=False)
     print(Explanation(both[0].graphs))
-    console.print(_table(f"{model}, batch {batch}, {dtype}, on {device}: predicted", *both))
+    title = f"{model}, batch {batch}, {dtype}, on {device}: predicted"
+    console.print(_table(title, *both))
     console.print(f"{_rates(device)} {_NOT_COUNTED}", markup=False)
     if limit is not None:
         mine, theirs = (_largest(of, limit, batch) for of in (ours, stock))
         text = f"largest that fits into {memory} so counted: {mine}; Inductor as it is: {theirs}"
         console.print(text, markup=False)
     if html is not None:
-        save_page(html, both[0].graphs)
+        save_page(html, both[0].graphs, title=title)
         console.print(f"wrote {html}", markup=False)
 
 

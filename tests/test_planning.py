@@ -145,7 +145,9 @@ def test_the_command_says_all_of_it(spec, tmp_path):
         assert said in done.output
     reader = Data()
     reader.feed(page.read_text(encoding="utf-8"))
-    assert [row["site"] for row in json.loads(reader.found)["layers"]] == ["0", "3", "5"]
+    data = json.loads(reader.found)
+    assert [row["site"] for row in data["layers"]] == ["0", "3", "5"]
+    assert data["title"].startswith(f"{spec}, batch 64, fp32, on h200")
 
 
 @pytest.mark.parametrize(
