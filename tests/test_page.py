@@ -169,12 +169,13 @@ window.addEventListener("load", () => {
   said.layers = rows("layers");
   click("layers", "layer"); said.byName = rows("layers");
   click("layers", "gain"); said.byGain = rows("layers");
+  document.querySelector("#layers tbody tr").click();
+  said.drawn = ["before", "after"].map(id => all(id, "g").length);
   document.getElementById("which").value = "exact";
   document.getElementById("which").onchange(); said.exact = rows("layers");
   document.getElementById("fold").click(); said.crossing = rows("crossing");
-  document.querySelector("#layers tbody tr").click();
-  said.drawn = ["before", "after"].map(id => all(id, "g").length);
-  document.getElementById("layer").value = "0 last";
+  const last = all("layer", "option").find(option => option.textContent.endsWith("last"));
+  document.getElementById("layer").value = last.value;
   document.getElementById("layer").onchange();
   said.last = ["before", "after"].map(id => document.getElementById(id).textContent);
   const box = document.getElementById("after").getAttribute("viewBox");
@@ -223,3 +224,34 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert said["zoomed"]
     assert NASTY in said["glance"]
     assert "exact+recompute" in said["measured"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser() is None, reason="wants chromium")
+def test_several_graphs_and_products_of_no_module_are_drawn(tmp_path):
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 96))
+            self.last = nn.Linear(96, 96)
+
+        def forward(self, x):
+            y = (x @ self.weight).tanh()
+            torch._dynamo.graph_break()
+            return self.last(y).relu()
+
+    found = explain(Functional(), torch.randn(256, 64), options={"min_gain": 0, "keep_head": False})
+    assert len(found.graphs) == 2
+    found.save_html(tmp_path / "report.html")
+    said, console = in_browser(tmp_path / "report.html", tmp_path)
+    assert (said["errors"], console) == ([], [])
+    assert [row[0] for row in said["layers"]] == ["weight", "last"]
+    assert all(count > 2 for count in said["drawn"])
+
+
+@pytest.mark.slow
+def test_the_page_of_a_vit_b_weighs_under_two_megabytes(tmp_path):
+    timm = pytest.importorskip("timm")
+    vit = timm.create_model("vit_base_patch16_224")
+    explain(vit, torch.randn(2, 3, 224, 224)).save_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 2e6
