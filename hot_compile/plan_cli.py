@@ -2,118 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from .errors import OptionError
-from .inspect import Explanation, megabytes
-from .page import save_page
-from .passes.cost.devices import CAPABILITIES
-from .planning import (
-    DTYPES,
-    OPTIMIZERS,
-    STOCK,
-    Made,
-    Prediction,
-    largest_batch,
-    maker,
-    memory_bytes,
-    predict,
-)
-from .tables import PlainTable
-
-_MEASURED_ON = {(9, 0): "an H200", "cpu": "two cores with AVX-512 VNNI"}
-_NOT_COUNTED = (
-    "Not counted: what kernels need while they run, the CUDA context, fragmentation. Where little "
-    "is held a true peak is higher: by 13 % for a ViT-B at batch 256 in bf16 on an H200."
-)
+_MODEL = "timm:NAME, or MODULE:FUNCTION, a function of the batch that returns (model, inputs)"
+_DEVICES = "h200, h100, a100, a10, rtx3090, l4, l40s, rtx4090 or cpu"
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(help="timm:NAME, or MODULE:FUNCTION of the batch giving (model, inputs)"),
-    ],
+    model: Annotated[str, typer.Option(help=_MODEL)],
     batch: Annotated[int, typer.Option(min=1, help="samples in a step")],
-    device: Annotated[str, typer.Option(help=f"{', '.join(CAPABILITIES)} or cpu")],
-    dtype: Annotated[str, typer.Option(help=f"by autocast: {', '.join(DTYPES)}")] = "fp32",
+    device: Annotated[str, typer.Option(help=_DEVICES)],
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, or by autocast bf16, fp16")] = "fp32",
     recipe: Annotated[str, typer.Option(help="as for torch.compile's option")] = "hot",
-    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS))] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd")] = "adamw",
     memory: Annotated[
         str | None, typer.Option(help="e.g. 24GiB: which batch is the largest that fits?")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
 ) -> None:
     """Predict what would be done to a model, and what a step would hold. Nothing runs."""
-    try:
-        make, options = maker(model), {"recipe": recipe}
-        limit = memory_bytes(memory) if memory else None
-        step = _Step(make, device, dtype, optimizer)
-        ours, stock = (functools.cache(step.with_options(o)) for o in (options, STOCK))
-        both = ours(batch), stock(batch)
-    except OptionError as error:
-        raise typer.BadParameter(str(error)) from error
-    console = Console(width=140, soft_wrap=True, highlight=False)
-    print(Explanation(both[0].graphs))
-    title = f"{model}, batch {batch}, {dtype}, on {device}: predicted"
-    console.print(_table(title, *both))
-    console.print(f"{_rates(device)} {_NOT_COUNTED}", markup=False)
-    if limit is not None:
-        mine, theirs = (_largest(of, limit, batch) for of in (ours, stock))
-        text = f"largest that fits into {memory} so counted: {mine}; Inductor as it is: {theirs}"
-        console.print(text, markup=False)
-    if html is not None:
-        save_page(html, both[0].graphs, title=title)
-        console.print(f"wrote {html}", markup=False)
+    from .plan_output import show  # Inductor: seconds that no other command should wait for
 
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    make: Callable[[int], Made]
-    device: str
-    dtype: str
-    optimizer: str
-
-    def with_options(self, options: Mapping[str, Any]) -> Callable[[int], Prediction]:
-        """What predicts a batch with these options, and says so: it takes a while."""
-
-        def predicted(batch: int) -> Prediction:
-            typer.echo(f"tracing batch {batch} with {dict(options)}", err=True)
-            return predict(self.make, batch, self.device, self.dtype, self.optimizer, options)
-
-        return predicted
-
-
-def _largest(of: Callable[[int], Prediction], limit: int, batch: int) -> str:
-    found = largest_batch(lambda samples: of(samples).total, limit, batch)
-    return f"batch {found}" if found else "not one sample"
-
-
-def _table(title: str, ours: Prediction, stock: Prediction) -> PlainTable:
-    columns = ("hot", "Inductor as it is")
-    table = PlainTable(title, "bytes", *columns, right=set(columns))
-    rows = {
-        "held from forward to backward": "held",
-        "weights and buffers": "weights",
-        "gradients": "gradients",
-        "optimizer's states": "states",
-        "inputs": "inputs",
-        "together": "total",
-    }
-    for name, field in rows.items():
-        table.add(name, *(megabytes(getattr(p, field)) for p in (ours, stock)))
-    return table
-
-
-def _rates(device: str) -> str:
-    """Where the rates come from that layers were chosen by."""
-    measured = _MEASURED_ON.get(CAPABILITIES.get(device, device))  # type: ignore[call-overload]
-    if measured is None:
-        return "Gains are by datasheet rates, not measured."
-    return f"Gains are by rates measured on {measured}."
+    show(model, batch, device, dtype, recipe, optimizer, memory, html)

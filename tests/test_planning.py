@@ -3,6 +3,8 @@
 import html.parser
 import json
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,15 @@ from hot_compile.cli import app
 from hot_compile.errors import OptionError
 from hot_compile.passes.cost.devices import CAPABILITIES, rates_of
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.planning import STOCK, largest_batch, maker, memory_bytes, predict
+from hot_compile.planning import (
+    DTYPES,
+    OPTIMIZERS,
+    STOCK,
+    largest_batch,
+    maker,
+    memory_bytes,
+    predict,
+)
 
 MODULE = """
 import torch
@@ -170,3 +180,13 @@ def test_mistakes_are_explained(spec, change, said):
     done = CliRunner().invoke(app, ["plan", *(word for pair in given.items() for word in pair)])
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_help_names_every_choice():
+    said = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).output
+    assert all(name in said for name in (*CAPABILITIES, *DTYPES, *OPTIMIZERS, "cpu"))
+
+
+def test_other_commands_do_not_wait_for_inductor():
+    code = "import sys, hot_compile.cli; assert 'hot_compile.backend' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
