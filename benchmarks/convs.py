@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hot_compile.config import Strategy
-from hot_compile.passes.cost.conv import conv_gain, shape_of
+from hot_compile.passes.cost.conv import conv_gain, conv_times, shape_of
 from hot_compile.passes.cost.devices import pricing
 from hot_compile.passes.site import Convolution
 from hot_compile.runtime.native import build
@@ -197,7 +197,7 @@ def predicted_gain(t: Operands) -> float:
     rows = t.grad_output.numel() // outputs
     shape = shape_of(t.conv, rows, outputs, t.x.shape[1] * kk, t.x.element_size(), 8)
     dtype = str(t.x.dtype).removeprefix("torch.")
-    return conv_gain(Strategy.INT4, True, True, rates, dtype, t.conv, shape)
+    return conv_gain(conv_times(Strategy.INT4, True, True, rates, dtype, t.conv), shape)
 
 
 def measure(

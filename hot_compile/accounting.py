@@ -20,9 +20,11 @@ from torch._functorch import config as functorch_config
 from .backend import hot
 from .inspect import head_table, megabytes, unchanged
 from .memory import held_tensors, peak_bytes, storage_bytes
+from .page import save_page
 from .passes.head.plan import HeadDecision
+from .passes.measure.profile import Profile
 from .passes.storage.record import Crossing
-from .record import Reports
+from .record import GraphReport, Reports
 from .tables import PlainTable
 
 _STOCK = ("exact", "exact+recompute")
@@ -53,6 +55,8 @@ class MemoryReport:
     recompute pointwise results) and ``hot``."""
     heads: tuple[HeadDecision, ...] = ()
     """Products that go in chunks with their loss: what of them never exists does not cross."""
+    graphs: tuple[GraphReport, ...] = ()
+    """Of ``hot``: what was done to each, as ``explain`` tells it."""
 
     @property
     def predicted_held_bytes(self) -> int:
@@ -77,6 +81,13 @@ class MemoryReport:
     def save_json(self, path: str | Path) -> None:
         """Write :meth:`to_json` to ``path``."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def save_html(self, path: str | Path, profile: Profile | str | Path | None = None) -> None:
+        """Write one self-contained page: what was measured, layers, what crosses, graphs.
+
+        ``profile``: what calibration measured, or its file; the layers' errors are then shown.
+        """
+        save_page(path, self.graphs, self.measured, profile)
 
     def save_png(self, path: str | Path) -> None:
         """Bar chart of held bytes and peak by configuration.
@@ -163,7 +174,8 @@ def memory_report(
         measured["hot"] = _measure(model, inputs, loss_of, ours)
     crossing = (c for graph in reports.graphs for c in graph.crossing)
     heads = tuple(head for graph in reports.graphs for head in graph.plan.heads)
-    return MemoryReport(tuple(sorted(crossing, key=lambda c: -c.bytes)), measured, heads)
+    largest_first = tuple(sorted(crossing, key=lambda c: -c.bytes))
+    return MemoryReport(largest_first, measured, heads, tuple(reports.graphs))
 
 
 def _recomputation(name: str) -> dict[str, bool]:

@@ -26,7 +26,7 @@ from .passes.graph import clean_path, module_path
 from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
-from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
+from .passes.pipeline import Context, JointPass, Partitioner, Pricing, Recorder, sources_hash
 from .record import Dump
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
@@ -46,6 +46,7 @@ def hot(
     recorder: Recorder | None = None,
     observer: Observer | None = None,
     inner_compile: Callable[..., Any] = compile_fx_inner,
+    prices: Pricing | None = None,
     **_: Any,
 ) -> Any:
     """Compile one of Dynamo's graphs: HOT for the backward of its layers, Inductor for the rest.
@@ -61,6 +62,7 @@ def hot(
         observer: shown every layer's operands in each backward, and how far the gradients are from
             exact. Used by ``calibrate``; option ``lqs`` is not heeded then.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
+        prices: rates of each device, for planning; by default this machine's, where operators run.
 
     Raises:
         OptionError: an option is unknown or has a bad value.
@@ -79,7 +81,8 @@ def hot(
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
     own, logits = detach_logits(gm, config)
     inputs = _graph_inputs(gm)
-    graph = _Graph(own, example_inputs, inputs, inner_compile, patches, recorder, config)
+    priced = prices or pricing
+    graph = _Graph(own, example_inputs, inputs, inner_compile, patches, recorder, config, priced)
     return tied(_compiled(graph, config, monitor, observer), logits, gm)
 
 
@@ -111,6 +114,7 @@ class _Graph:
     recorder: Recorder | None
     asked: HotConfig
     """The user's options; a monitor adds to them."""
+    prices: Pricing
 
     def compile(
         self,
@@ -130,9 +134,9 @@ class _Graph:
         context = Context(
             config=config,
             inputs=self.inputs,
-            pricing=pricing,
+            pricing=self.prices,
             recorder=recorder,
-            identity=_identity(self.gm, config, self.inputs, self.example_inputs, profile),
+            identity=_identity(self, config, profile),
             profile=profile,
             observation=observation,
             asked=self.asked,
@@ -197,7 +201,7 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
     """The graph by what was observed of it so far, to be observed again while that is due."""
     digest = graph_digest(graph.gm, graph.inputs.parameters, config.rank)
     notes = Notes(config, digest)
-    if notes.due is None or not _runs_operators(graph.example_inputs):
+    if notes.due is None or not _runs_operators(graph):
         return _final(graph, config, notes.profile, monitor)
     collector = Collector(config.rank)
 
@@ -208,10 +212,10 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
     return Observing(watch.usual, watch, collector, config, notes)
 
 
-def _runs_operators(example_inputs: Sequence[Any]) -> bool:
+def _runs_operators(graph: _Graph) -> bool:
     """Every device has a runtime: else nothing is rewritten, and there is nothing to choose."""
-    devices = {str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)}
-    return not any(isinstance(pricing(torch.device(device)), str) for device in devices)
+    devices = {str(x.device) for x in graph.example_inputs if isinstance(x, torch.Tensor)}
+    return not any(isinstance(graph.prices(torch.device(device)), str) for device in devices)
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -269,26 +273,21 @@ def _parameter_name(source: Any, value: Any) -> str | None:
     return None
 
 
-def _identity(
-    gm: fx.GraphModule,
-    config: HotConfig,
-    inputs: GraphInputs,
-    example_inputs: Sequence[Any],
-    profile: Profile | None,
-) -> str:
+def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:
     """Digest of all that changes the compiled code besides the graph itself.
 
     Module paths count because include, exclude and override match on them.
     """
-    paths = sorted({module_path(node) or "" for node in gm.graph.nodes})
-    devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)})
-    prices = [repr(pricing(torch.device(device))) for device in devices]
+    paths = sorted({module_path(node) or "" for node in graph.gm.graph.nodes})
+    tensors = (x for x in graph.example_inputs if isinstance(x, torch.Tensor))
+    devices = sorted({str(x.device) for x in tensors})
+    prices = [repr(graph.prices(torch.device(device))) for device in devices]
     content = profile.content_hash() if profile else None
     parts = (
         sources_hash(),
         runtime_version(),
         config.stable_hash(),
-        inputs,
+        graph.inputs,
         paths,
         prices,
         content,

@@ -1,4 +1,4 @@
-"""``hot-compile``: build the runtime, say what this machine has and lacks, read profiles."""
+"""``hot-compile``: build the runtime, say what this machine has, read profiles, plan for others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, profile_cli
+from . import __version__, plan_cli, profile_cli
 from .errors import BuildError
 from .runtime.native import build as building
 from .runtime.native.providers import status
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.add_typer(profile_cli.app, name="profile")
+app.command()(plan_cli.plan)
 console = Console()
 
 

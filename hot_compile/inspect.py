@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import networkx
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -15,9 +18,12 @@ from torch import fx
 
 from .backend import hot
 from .config import Strategy
+from .graphs import union
 from .observing.watching import twin
+from .page import save_page
 from .passes.head.plan import HeadDecision
 from .passes.layers.plan import Decision, Plan
+from .passes.measure.profile import Profile
 from .record import GraphReport, Reports, run_uncompiled
 from .tables import PlainTable
 
@@ -42,9 +48,21 @@ class Explanation:
         """Bytes kept from forward to backward by all graphs together."""
         return sum(graph.held_bytes for graph in self.graphs)
 
+    @functools.cached_property
+    def graph(self) -> networkx.DiGraph:
+        """The joint graphs with the plan carried out, side by side (``hot_compile.graphs``)."""
+        return union(self.graphs)
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form of every graph."""
         return {"graphs": [graph.to_json() for graph in self.graphs]}
+
+    def save_html(self, path: str | Path, profile: Profile | str | Path | None = None) -> None:
+        """Write all of it as one self-contained page: layers, what crosses, graphs.
+
+        ``profile``: what calibration measured, or its file; the layers' errors are then shown.
+        """
+        save_page(path, self.graphs, profile=profile)
 
     def table(self) -> Table:
         """Layer, shape, strategy or refusal and why, saved bytes, predicted gain."""

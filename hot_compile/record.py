@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 
 from .errors import OptionError
+from .graphs import Snapshot, snapshot
 from .passes.graph import readable
 from .passes.layers.plan import Plan
 from .passes.storage.record import Crossing
@@ -27,6 +28,10 @@ class GraphReport:
 
     plan: Plan
     crossing: tuple[Crossing, ...]
+    stages: Mapping[str, Snapshot] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """The graph as each stage left it, for ``hot_compile.graphs``; empty where nobody asked."""
 
     @property
     def held_bytes(self) -> int:
@@ -79,13 +84,16 @@ class Reports:
 
     def __init__(self) -> None:
         self.graphs: list[GraphReport] = []
+        self._stages: dict[str, Snapshot] = {}
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Stages are not kept."""
+        """Keep the facts of a stage's graph."""
+        self._stages[stage] = snapshot(stage, graph)
 
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Keep the report."""
-        self.graphs.append(GraphReport(plan or NO_PLAN, crossing))
+        stages, self._stages = self._stages, {}
+        self.graphs.append(GraphReport(plan or NO_PLAN, crossing, stages))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import sympy
 from hot_compile.config import Strategy
 from hot_compile.passes.cost.linear import (
     INT4_BYTES,
+    MOST_ROWS,
     VARIABLES,
     ZERO,
     Cost,
@@ -25,6 +26,7 @@ from hot_compile.passes.cost.linear import (
     O,
     R,
     Rates,
+    first_that_pays,
     seconds,
 )
 from hot_compile.passes.site import Convolution, hint
@@ -153,21 +155,42 @@ def _number(expression: sympy.Expr) -> object:
     return sympy.lambdify(_ALL, expression, "math")
 
 
-def conv_gain(
+def conv_times(
     strategy: Strategy,
     gx: bool,
     gw: bool,
     rates: Rates,
     dtype: str,
     conv: Convolution,
-    shape: ConvShape,
     im2col: bool = False,
-) -> float:
-    """How many times faster than exact a convolution's backward is predicted to be."""
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """(exact's, ours): predicted seconds of a convolution's backward."""
     products = int(gx) + int(gw)
     exact = ConvCost(Cost(flops=2 * L * O * I * products, calls=products))
-    ours = at(_seconds(_total(strategy, gx, gw, conv, im2col), rates, dtype), shape)
-    return at(_seconds(exact, rates, dtype), shape) / ours if ours else 1.0
+    ours = _total(strategy, gx, gw, conv, im2col)
+    return _seconds(exact, rates, dtype), _seconds(ours, rates, dtype)
+
+
+def conv_gain(times: tuple[sympy.Expr, sympy.Expr], shape: ConvShape) -> float:
+    """How many times faster than exact a convolution's backward is predicted to be."""
+    exact, ours = (at(time, shape) for time in times)
+    return exact / ours if ours else 1.0
+
+
+def batch_that_pays(
+    times: tuple[sympy.Expr, sympy.Expr], shape: ConvShape, batch: int, least: float
+) -> int | None:
+    """From which batch on it is predicted ``least`` times faster; None: from none.
+
+    ``shape`` is that of ``batch`` samples, which do not pay. As with rows, the gain only rises.
+    """
+
+    def pays(samples: int) -> bool:
+        sizes = {name: getattr(shape, name) * samples // batch for name in ("rows", "big", "small")}
+        gain = conv_gain(times, dataclasses.replace(shape, **sizes))
+        return round(gain, 3) >= least  # rounded as in a decision, which is judged by that
+
+    return first_that_pays(pays, batch, MOST_ROWS) if batch else None
 
 
 def conv_saved_bytes(strategy: Strategy, conv: Convolution, im2col: bool = False) -> sympy.Expr:

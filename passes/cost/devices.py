@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from hot_compile.errors import BuildError
+from hot_compile.errors import BuildError, OptionError
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.site import Site
 from hot_compile.runtime.native.build import load
@@ -132,6 +132,34 @@ def cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:
         int4=rates.int4 if major == 8 else rates.integer,  # later chips emulate INT4 products
         exact={**rates.exact, "float32": rates.exact["tfloat32"]} if tf32 else rates.exact,
     )
+
+
+CAPABILITIES: dict[str, tuple[int, int]] = {
+    "h200": (9, 0),
+    "h100": (9, 0),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "rtx3090": (8, 6),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+}
+"""Devices that can be asked for by name where they are not."""
+
+
+def rates_of(device: str, tf32: bool = False) -> Rates:
+    """Rates of a device by its name: one of ``CAPABILITIES``, or ``cpu`` (with VNNI).
+
+    Raises:
+        OptionError: no such device.
+    """
+    if device == "cpu":
+        return RATES["cpu-vnni"]
+    if device not in CAPABILITIES:
+        raise OptionError.value("device", device, f"one of {', '.join((*CAPABILITIES, 'cpu'))}")
+    rates = cuda_rates(CAPABILITIES[device], tf32)
+    assert isinstance(rates, Rates)
+    return rates
 
 
 def _tf32() -> bool:

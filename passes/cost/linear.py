@@ -24,7 +24,7 @@ VARIABLES = (L, O, I, E, R)
 ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 PACKING = sympy.Rational(3, 2)
 """Bytes moved to pack an INT8 value two to a byte."""
-_MOST_ROWS = 2**24
+MOST_ROWS = 2**24
 """More than any step has."""
 INT4_BYTES = sympy.Rational(17, 32)
 """Packed INT4 with a bf16 scale and minimum per 128 rows."""
@@ -344,7 +344,14 @@ def rows_that_pay(
         own = dataclasses.replace(shape, rows=rows)
         return at(exact, own) >= least * at(ours, own)
 
-    low, high = shape.rows, _MOST_ROWS
+    return first_that_pays(pays, shape.rows, MOST_ROWS)
+
+
+def first_that_pays(pays: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The least number above ``low`` that pays, up to ``high``; None if not even that does.
+
+    What pays once pays for every larger number.
+    """
     if low >= high or not pays(high):
         return None
     while high - low > 1:

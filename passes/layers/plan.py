@@ -25,7 +25,7 @@ from hot_compile.passes.cost.linear import (
 )
 from hot_compile.passes.exact.forms import Candidate, FormDecision
 from hot_compile.passes.head.plan import HeadDecision
-from hot_compile.passes.layers.plan_conv import conv_excluded, conv_numbers
+from hot_compile.passes.layers.plan_conv import conv_excluded, conv_numbers, conv_would_pay
 from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
 from hot_compile.passes.measure import lqs
 from hot_compile.passes.measure.profile import LayerProfile, Profile
@@ -403,9 +403,10 @@ def _numbers(
 
 
 def _would_pay(site: Site, d: Decision, rates: Rates, config: HotConfig) -> str:
-    """From which batch on a Linear that is too small would be worth it; '' of a convolution."""
+    """From which batch on a layer that is too small would be worth it."""
     if not isinstance(site.nodes, SiteNodes):
-        return ""
+        shape = shape_of(site, config.rank)
+        return "; " + conv_would_pay(site, d.strategy, rates, shape, config.rows, config.min_gain)
     shape, how = shape_of(site, config.rank), d.how(site.nodes)
     rows = rows_that_pay(d.strategy, how, rates, d.dtype, shape, config.min_gain)
     if rows is None:

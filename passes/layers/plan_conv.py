@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sympy
+
 from hot_compile.config import Rows, Strategy
-from hot_compile.passes.cost.conv import ConvShape, at, conv_gain, conv_saved_bytes, shape_of
+from hot_compile.passes.cost.conv import (
+    ConvShape,
+    at,
+    batch_that_pays,
+    conv_gain,
+    conv_saved_bytes,
+    conv_times,
+    shape_of,
+)
 from hot_compile.passes.cost.linear import Rates, Shape
-from hot_compile.passes.site import Site
+from hot_compile.passes.site import Convolution, Site, hint
 
 
 def conv_excluded(site: Site) -> str | None:
@@ -20,25 +30,40 @@ def conv_numbers(
 ) -> tuple[float, int, int]:
     """(predicted gain, bytes of x as exact saves it, as ``strategy`` does); gain 1 unpriced."""
     assert site.conv is not None
-    im2col = rows is Rows.CONSECUTIVE and strategy is Strategy.HLA8 and not site.conv.is_product
-    shape: ConvShape = shape_of(
-        site.conv, linear.rows, linear.outputs, linear.inputs, linear.element, linear.rank
-    )
-    gain = 1.0
-    if rates is not None:
-        dtype = str(site.dtype).removeprefix("torch.")
-        gain = conv_gain(
-            strategy,
-            site.needs_grad_input,
-            site.needs_grad_weight,
-            rates,
-            dtype,
-            site.conv,
-            shape,
-            im2col,
-        )
+    im2col, shape = _unfolded(site.conv, strategy, rows), _shape(site.conv, linear)
+    gain = 1.0 if rates is None else conv_gain(_times(site, strategy, rates, im2col), shape)
     before, after = (
         int(at(conv_saved_bytes(s, site.conv, im2col and s is strategy), shape))
         for s in (Strategy.EXACT, strategy)
     )
     return gain, before, after
+
+
+def conv_would_pay(
+    site: Site, strategy: Strategy, rates: Rates, linear: Shape, rows: Rows, least: float
+) -> str:
+    """From which batch on ``strategy`` would be worth it, for people."""
+    assert site.conv is not None
+    times = _times(site, strategy, rates, _unfolded(site.conv, strategy, rows))
+    batch = batch_that_pays(times, _shape(site.conv, linear), hint(site.conv.batch), least)
+    return (
+        "no batch would change that"
+        if batch is None
+        else f"it would pay from a batch of {batch} on"
+    )
+
+
+def _times(
+    site: Site, strategy: Strategy, rates: Rates, im2col: bool
+) -> tuple[sympy.Expr, sympy.Expr]:
+    assert site.conv is not None
+    dtype, gx, gw = str(site.dtype), site.needs_grad_input, site.needs_grad_weight
+    return conv_times(strategy, gx, gw, rates, dtype.removeprefix("torch."), site.conv, im2col)
+
+
+def _unfolded(conv: Convolution, strategy: Strategy, rows: Rows) -> bool:
+    return rows is Rows.CONSECUTIVE and strategy is Strategy.HLA8 and not conv.is_product
+
+
+def _shape(conv: Convolution, linear: Shape) -> ConvShape:
+    return shape_of(conv, linear.rows, linear.outputs, linear.inputs, linear.element, linear.rank)

@@ -33,6 +33,8 @@ class Crossing:
     """Why it is not stored smaller, '' if it could be."""
     packed: bool
     """A part of what one of our operators made of a layer's x."""
+    parts: tuple[str, ...] = ()
+    """Names of the forward's nodes that are kept in its place, its own if it is kept as it is."""
 
 
 def crossing(
@@ -58,6 +60,7 @@ def crossing(
             scheme=scheme.value,
             reason=crosser.reason,
             packed=is_packed(crosser.saved),
+            parts=tuple(node.name for node in nodes),
         )
         kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))

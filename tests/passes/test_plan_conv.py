@@ -1,6 +1,7 @@
 """Planning of convolutions: every rule, with its reason and its bytes."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -118,3 +119,17 @@ def test_dilation_makes_frames_longer():
     near = decide(site(size=8, channels=(256, 256)), min_gain=0)
     dilated = site(size=8, channels=(256, 256), dilation=(6, 6), padding=(6, 6))
     assert decide(dilated, min_gain=0).predicted_gain < near.predicted_gain
+
+
+@pytest.mark.parametrize("one", [{"size": 14, "channels": (64, 64)}, {"size": 28, "kernel": 1}])
+def test_a_convolution_that_is_too_small_says_from_which_batch_on_it_would_pay(one):
+    slow = dataclasses.replace(VNNI, launch=2e-3)  # which weighs less the more samples there are
+    reason = decide(site(batch=1, **one), slow).reason
+    (batch,) = map(int, re.findall(r"it would pay from a batch of (\d+) on", reason))
+    assert decide(site(batch=batch, **one), slow).strategy == "int4"
+    assert decide(site(batch=batch - 1, **one), slow).strategy == "exact"
+
+
+def test_a_convolution_that_never_pays_says_so():
+    slow = dataclasses.replace(VNNI, integer=1e9)
+    assert "no batch would change that" in decide(site(), slow).reason

@@ -1,0 +1,29 @@
+"""``hot-compile plan``: layers, bytes and the largest batch on a device that is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL = "timm:NAME, or MODULE:FUNCTION, a function of the batch that returns (model, inputs)"
+_DEVICES = "h200, h100, a100, a10, rtx3090, l4, l40s, rtx4090 or cpu"
+
+
+def plan(
+    model: Annotated[str, typer.Option(help=_MODEL)],
+    batch: Annotated[int, typer.Option(min=1, help="samples in a step")],
+    device: Annotated[str, typer.Option(help=_DEVICES)],
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, or by autocast bf16, fp16")] = "fp32",
+    recipe: Annotated[str, typer.Option(help="as for torch.compile's option")] = "hot",
+    optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd")] = "adamw",
+    memory: Annotated[
+        str | None, typer.Option(help="e.g. 24GiB: which batch is the largest that fits?")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
+) -> None:
+    """Predict what would be done to a model, and what a step would hold. Nothing runs."""
+    from .plan_output import show  # Inductor: seconds that no other command should wait for
+
+    show(model, batch, device, dtype, recipe, optimizer, memory, html)

@@ -1,0 +1,192 @@
+"""``hot-compile plan``: predictions for a device that is not here, without memory or a run."""
+
+import html.parser
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from hot_compile import explain
+from hot_compile.cli import app
+from hot_compile.errors import OptionError
+from hot_compile.passes.cost.devices import CAPABILITIES, rates_of
+from hot_compile.passes.cost.linear import Rates
+from hot_compile.planning import (
+    DTYPES,
+    OPTIMIZERS,
+    STOCK,
+    largest_batch,
+    maker,
+    memory_bytes,
+    predict,
+)
+
+MODULE = """
+import torch
+from torch import nn
+def make(batch):
+    torch.manual_seed(0)
+    layers = nn.Linear(512, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 512), nn.ReLU()
+    return nn.Sequential(*layers, nn.Linear(512, 16)), (torch.empty(batch, 64, 512),)
+"""
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch):
+    (tmp_path / "mine_to_plan.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "mine_to_plan:make"
+
+
+@pytest.mark.parametrize("options", [STOCK, {"recipe": "exact"}])
+def test_predicts_what_a_trace_of_real_tensors_says(spec, options):
+    make = maker(spec)
+    model, _ = make(1)
+    real = explain(model, torch.randn(32, 64, 512), options=options)
+    found = predict(make, 32, "h200", options=options)
+    assert found.held == real.held_bytes > 0
+    assert [d.site for g in found.graphs for d in g.plan] == [d.site for d in real.plan]
+
+
+def test_nothing_runs_and_no_memory_is_filled(spec):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = predict(maker(spec), 2**12, "h200", "bf16", options={"memory": "off"})
+    assert found.inputs == 2**12 * 64 * 512 * 4
+    assert found.held > 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert kilobytes * 1024 < found.held // 2
+
+
+def test_layers_are_chosen_by_the_devices_rates(spec):
+    """A100's INT4 tensor cores make g_x's operands 4 bits wide; Hopper has none."""
+    widths = {}
+    for device in ("a100", "h200"):
+        plan = predict(maker(spec), 256, device).graphs[0].plan
+        widths[device] = {d.gx_bits for d in plan.rewritten}
+    assert widths == {"a100": {4}, "h200": {8}}
+
+
+def test_weights_are_counted_once_and_frozen_ones_get_no_gradient():
+    def make(batch):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        model.add_module("tied", nn.Linear(64, 64, bias=False))
+        model.tied.weight = model[0].weight
+        model[1].weight.requires_grad_(False)
+        return model, (torch.empty(batch, 64),)
+
+    sizes = {o: predict(make, 32, "a100", optimizer=o) for o in ("adamw", "momentum", "sgd")}
+    one = 64 * 64 * 4
+    for name, states in (("adamw", 2 * one), ("momentum", one), ("sgd", 0)):
+        found = sizes[name]
+        assert (found.weights, found.gradients, found.states) == (2 * one, one, states)
+        assert found.total == found.held + 3 * one + states + 32 * 64 * 4
+
+
+@pytest.mark.parametrize("device", [*CAPABILITIES, "cpu"])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_every_device_has_rates(device, tf32):
+    assert isinstance(rates_of(device, tf32), Rates)
+
+
+@pytest.mark.parametrize("start", [1, 7, 64, 4096])
+@pytest.mark.parametrize("each", [1, 10, 333])
+@pytest.mark.parametrize("fixed", [0, 5000])
+def test_the_largest_batch_is_exact_where_bytes_are_linear(start, each, fixed):
+    tried = []
+
+    def total(batch):
+        tried.append(batch)
+        return fixed + each * batch
+
+    assert largest_batch(total, 20_000, start) == (20_000 - fixed) // each
+    assert len(tried) == len(set(tried)) <= 4
+
+
+def test_the_largest_batch_fits_where_bytes_jump():
+    def total(batch):
+        return 100 * batch if batch < 50 else 30 * batch + 4000
+
+    for memory in (90, 100, 3000, 4999, 5500, 60_000):
+        found = largest_batch(total, memory, 64)
+        if memory < 100:
+            assert found is None
+        else:
+            assert total(found) <= memory < total(found + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("1.5 GB", 1500 * 10**6), ("80MiB", 80 * 2**20)]
+)
+def test_memory_has_a_unit(text, size):
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "24gigs", ""])
+def test_memory_without_a_unit_is_refused(text):
+    with pytest.raises(OptionError, match=r"expected a number with GiB, MiB, GB, MB, e\.g\. 24GiB"):
+        memory_bytes(text)
+
+
+class Data(html.parser.HTMLParser):
+    found = ""
+
+    def handle_data(self, data):
+        if self.cdata_elem == "script" and not self.found:
+            self.found = data
+
+
+def test_the_command_says_all_of_it(spec, tmp_path):
+    page = tmp_path / "page.html"
+    more = ["--batch", "64", "--device", "h200", "--memory", "2GiB", "--html", str(page)]
+    done = CliRunner().invoke(app, ["plan", "--model", spec, *more])
+    assert done.exit_code == 0, done.output
+    for said in (
+        "products rewritten",
+        "together",
+        "Inductor as it is",
+        "Not counted",
+        "so counted",
+    ):
+        assert said in done.output
+    reader = Data()
+    reader.feed(page.read_text(encoding="utf-8"))
+    data = json.loads(reader.found)
+    assert [row["site"] for row in data["layers"]] == ["0", "3", "5"]
+    assert data["title"].startswith(f"{spec}, batch 64, fp32, on h200")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--device", "h2000"], "expected one of h200"),
+        (["--dtype", "int3"], "expected one of fp32"),
+        (["--optimizer", "lion"], "expected one of adamw"),
+        (["--recipe", "cold"], "recipe"),
+        (["--model", "vit"], "timm:NAME"),
+        (["--model", "timm:vit_of_mine"], "timm has no such model"),
+        (["--model", "nowhere.at_all:make"], "No module named"),
+        (["--model", "mine_to_plan:missing"], "has no attribute"),
+        (["--memory", "24"], "24GiB"),
+        (["--batch", "0"], "to 1"),
+    ],
+)
+def test_mistakes_are_explained(spec, change, said):
+    given = {"--model": spec, "--batch": "8", "--device": "h200"} | {change[0]: change[1]}
+    done = CliRunner().invoke(app, ["plan", *(word for pair in given.items() for word in pair)])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_help_names_every_choice():
+    said = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).output
+    assert all(name in said for name in (*CAPABILITIES, *DTYPES, *OPTIMIZERS, "cpu"))
+
+
+def test_other_commands_do_not_wait_for_inductor():
+    code = "import sys, hot_compile.cli; assert 'hot_compile.backend' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
