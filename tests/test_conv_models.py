@@ -78,7 +78,9 @@ def trained(request):
     return model, inputs, {name: p.grad for name, p in exact.named_parameters()}
 
 
-@pytest.mark.parametrize(("recipe", "floor"), [("int8", 0.98), ("hot", 0.95)])
+@pytest.mark.parametrize(
+    ("recipe", "floor"), [pytest.param("int8", 0.98, marks=pytest.mark.slow), ("hot", 0.95)]
+)
 def test_every_convolution_is_rewritten_or_refused(trained, recipe, floor):
     model, inputs, exact = trained
     model = copy.deepcopy(model)

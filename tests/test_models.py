@@ -144,7 +144,9 @@ def trained(request):
     return model, inputs, exact, sum(c.bytes for c in graph.crossing)
 
 
-@pytest.mark.parametrize(("recipe", "floor"), [("int8", 0.98), ("hot", 0.95)])
+@pytest.mark.parametrize(
+    ("recipe", "floor"), [pytest.param("int8", 0.98, marks=pytest.mark.slow), ("hot", 0.95)]
+)
 def test_every_linear_is_rewritten_and_gradients_are_close(trained, recipe, floor):
     model, inputs, exact, held_exact = trained
     model.zero_grad()
@@ -165,7 +167,10 @@ def test_every_linear_is_rewritten_and_gradients_are_close(trained, recipe, floo
     assert held <= 1.001 * sum(c.bytes for c in stock.crossing)
 
 
-@pytest.mark.parametrize(("recipe", "dtype", "bits"), [("hot", "uint8", 4), ("int8", "int8", 8)])
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "bits"),
+    [("hot", "uint8", 4), pytest.param("int8", "int8", 8, marks=pytest.mark.slow)],
+)
 def test_pinned_inputs_cross_packed(trained, recipe, dtype, bits):
     """recompute=False, the paper's ABC: each distinct x crosses once, in 4 or 8 bits a value."""
     model, inputs, _, held_exact = trained
