@@ -1,4 +1,4 @@
-"""``hot-compile``: build the runtime, say what this machine has and lacks, read profiles."""
+"""``hot-compile``: run scripts, build the runtime, say what is missing, read profiles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, profile_cli
-from .errors import BuildError
+from . import __version__, launch, profile_cli
+from .errors import BuildError, OptionError, PassDisabledError, ScriptError
 from .runtime.native import build as building
 from .runtime.native.providers import status
 
@@ -23,6 +23,28 @@ console = Console()
 
 def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def run(
+    script: Annotated[str, typer.Argument(help="a Python file, or with -m a module")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own")] = None,
+    recipe: Annotated[str | None, typer.Option(help="base recipe, e.g. fast")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
+) -> None:
+    """Run a script whose torch.compile gets backend "hot" where it asks for its default."""
+    try:
+        options = launch.parse_settings(settings or (), recipe)
+        code = launch.run(script, arguments or (), options, module)
+    except (OptionError, PassDisabledError, ScriptError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
 
 
 @app.command()
