@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and accelerate: by name, after one import, or under ``hot-compile run``."""
+"""Hugging Face's Trainer and accelerate: by name after one import, or under hot-compile run."""
 
 import copy
 import functools
