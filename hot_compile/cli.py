@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -64,6 +65,24 @@ def build(
 
 
 @app.command()
+def wheel(
+    output: Annotated[Path, typer.Option(help="folder for it")] = Path("dist"),
+    device: Annotated[
+        list[str] | None, typer.Option(help="cpu, cuda; may be given twice; by default cpu")
+    ] = None,
+) -> None:
+    """Make a wheel of this source tree with the operators inside. See docs/install.md."""
+    from .runtime.native.wheel import make_wheel  # wanted here only
+
+    try:
+        path = make_wheel(Path.cwd(), output, device or ["cpu"])
+    except BuildError as error:
+        console.print(Text(str(error), style="red"))
+        raise typer.Exit(1) from None
+    console.print(Text(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"))
+
+
+@app.command()
 def doctor() -> None:
     """Say what is found and missing. Exit code 1 if no device can run HOT."""
     table = Table(title=f"hot-compile {__version__}", title_justify="left")
@@ -76,7 +95,8 @@ def doctor() -> None:
     providers = [status(device_type) for device_type in ("cpu", "cuda")]
     for provider in providers:
         verdict = ("ready", "green") if provider.available else ("missing", "red")
-        table.add_row(provider.device_type, Text.assemble(verdict, f" {provider.reason}"))
+        said = "; ".join(part for part in (provider.reason, provider.origin) if part)
+        table.add_row(provider.device_type, Text.assemble(verdict, f" {said}"))
     console.print(table)
     if not any(provider.available for provider in providers):
         raise typer.Exit(1)
