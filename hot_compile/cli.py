@@ -70,12 +70,15 @@ def wheel(
     device: Annotated[
         list[str] | None, typer.Option(help="cpu, cuda; may be given twice; by default cpu")
     ] = None,
+    libraries_of: Annotated[
+        list[Path] | None, typer.Option(help="another wheel, to take over e.g. CUDA 12's library")
+    ] = None,
 ) -> None:
     """Make a wheel of this source tree with the operators inside. See docs/install.md."""
     from .runtime.native.wheel import make_wheel  # wanted here only
 
     try:
-        path = make_wheel(Path.cwd(), output, device or ["cpu"])
+        path = make_wheel(Path.cwd(), output, device or ["cpu"], libraries_of or ())
     except BuildError as error:
         console.print(Text(str(error), style="red"))
         raise typer.Exit(1) from None

@@ -77,7 +77,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 @functools.cache
-def _compiler_version(command: tuple[str, ...]) -> str:
+def compiler_version(command: tuple[str, ...]) -> str:
     """What it says of itself; it may say nothing. Raises BuildError if it cannot be run."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
@@ -94,8 +94,8 @@ def library_path(extension: Extension, compiler: tuple[str, ...]) -> Path:
     parts = (
         extension.digest(),
         " ".join(compiler),
-        _compiler_version(compiler),
-        *(_compiler_version(command) for _, command in extension.compilers),
+        compiler_version(compiler),
+        *(compiler_version(command) for _, command in extension.compilers),
         torch.__version__,
         platform.machine(),
         sys.platform,
@@ -165,7 +165,7 @@ def _run_ninja(extension: Extension, compiler: tuple[str, ...], folder: Path) ->
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
         raise BuildError(
             f"could not build {extension.name} with {' '.join(compiler)} "
-            f"({_compiler_version(compiler).splitlines()[0]}). The compiler said:\n{tail}\n"
+            f"({compiler_version(compiler).splitlines()[0]}). The compiler said:\n{tail}\n"
             "Expected a C++20 compiler; set CXX to another one to try it."
         )
     return folder / f"{extension.name}.so"

@@ -6,12 +6,14 @@ they ask for. To support older systems, build on one.
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,23 +36,40 @@ _LIBSTDCXX = ((17, 19), (24, 22), (27, 24), (31, 28), (34, 29), (35, 30), (39, 3
 
 
 def _cuda() -> Extension:
-    return cuda_extension(ARCHITECTURES)
+    """All architectures, by a compiler of the CUDA that torch is built with."""
+    extension = cuda_extension(ARCHITECTURES)
+    nvcc = dict(extension.compilers)[".cu"]
+    version = build.compiler_version(nvcc)
+    found, wanted = re.findall(r"release (\d+)", version), prebuilt.cuda_major("cuda")
+    if found != [wanted]:
+        raise BuildError(
+            f"got {nvcc[0]} of CUDA {''.join(found) or 'unknown'} and torch of CUDA "
+            f"{wanted or 'none'}; expected the same major version. Set CUDA_HOME."
+        )
+    return extension
 
 
 _EXTENSIONS: dict[str, Callable[[], Extension]] = {"cpu": cpu_extension, "cuda": _cuda}
 
 
-def make_wheel(source: Path, output: Path, device_types: Sequence[str] = ("cpu",)) -> Path:
+def make_wheel(
+    source: Path,
+    output: Path,
+    device_types: Sequence[str] = ("cpu",),
+    others: Sequence[Path] = (),
+) -> Path:
     """Build the libraries for ``device_types``, then the wheel; returns its path.
 
     Args:
         source: the source tree, with pyproject.toml. The installed package must be that very tree.
         output: folder for the wheel.
         device_types: "cpu", and "cuda" for all architectures; nvcc's CUDA must be torch's.
+        others: wheels of the same sources whose libraries are taken over where this one has none
+            of that name: those for another CUDA, made beside another torch.
 
     Raises:
-        BuildError: no source tree, no compiler, a library that links what not every system has, a
-            wheel that is too large, or pip or wheel fails.
+        BuildError: no source tree, a wheel of other sources, no compiler, a library that links what
+            not every system has, a wheel that is too large, or pip or wheel fails.
     """
     _check_source(source)
     with tempfile.TemporaryDirectory() as scratch:
@@ -60,6 +79,7 @@ def make_wheel(source: Path, output: Path, device_types: Sequence[str] = ("cpu",
         folder = tree / "hot_compile" / "runtime" / prebuilt.FOLDER.name
         folder.mkdir()
         oldest = max(_add_library(device_type, folder) for device_type in device_types)
+        oldest = max(oldest, *(_take_over(other, folder) for other in others), 0)
         _retag(tree, f"manylinux_2_{oldest}_{platform.machine()}")
         output.mkdir(parents=True, exist_ok=True)
         _tool("wheel", "pack", str(tree), "--dest-dir", str(output))
@@ -111,6 +131,28 @@ def _add_library(device_type: str, folder: Path) -> int:
         torch=STABLE_ABI,
         cuda=major,
     ).save(folder)
+    return oldest
+
+
+def _take_over(other: Path, folder: Path) -> int:
+    """Copy from a wheel the libraries that ``folder`` lacks; returns x of the glibc they need."""
+    inside = f"hot_compile/runtime/{prebuilt.FOLDER.name}/"
+    oldest = 0
+    try:
+        with zipfile.ZipFile(other) as archive:
+            for name in archive.namelist():
+                if not name.startswith(inside) or not name.endswith(".json"):
+                    continue
+                manifest = prebuilt.Manifest(**json.loads(archive.read(name)))
+                if manifest.sources != prebuilt.sources_digest(manifest.device_type):
+                    raise BuildError(f"got {other}, made of other sources. Make it again.")
+                if (folder / manifest.library).exists():
+                    continue
+                (folder / manifest.library).write_bytes(archive.read(inside + manifest.library))
+                manifest.save(folder)
+                oldest = max(oldest, oldest_glibc(folder / manifest.library))
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+        raise BuildError(f"could not read {other} ({error}); expected a wheel of ours.") from error
     return oldest
 
 

@@ -7,6 +7,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,34 @@ def test_the_oldest_system_is_read_off_a_library(tmp_path):
     (tmp_path / "lib.so").write_text("no library")
     with pytest.raises(BuildError, match="could not read"):
         wheel.oldest_glibc(tmp_path / "lib.so")
+
+
+def other_wheel(folder: Path, sources: str) -> Path:
+    """A wheel with a library for CUDA 12."""
+    made = library(folder, name="hot_cuda-cu12.so")
+    names = {"library": made.name, "device_type": "cuda", "cuda": "12", "sources": sources}
+    manifest(**names).save(folder)
+    path = folder / "other.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("hot_cuda-cu12.so", "hot_cuda-cu12.json"):
+            archive.write(folder / name, f"hot_compile/runtime/prebuilt/{name}")
+    return path
+
+
+def test_libraries_of_another_wheel_are_taken_over(tmp_path):
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    other = other_wheel(tmp_path, prebuilt.sources_digest("cuda"))
+    assert wheel._take_over(other, folder) >= 17
+    assert sorted(p.name for p in folder.iterdir()) == ["hot_cuda-cu12.json", "hot_cuda-cu12.so"]
+    assert wheel._take_over(other, folder) == 0  # it is there
+    for path, told in (
+        (other_wheel(tmp_path, "others"), "other sources"),
+        (tmp_path / "source.cpp", "expected a wheel of ours"),
+        (tmp_path / "nowhere.whl", "expected a wheel of ours"),
+    ):
+        with pytest.raises(BuildError, match=told):
+            wheel._take_over(path, folder)
 
 
 def test_a_wheel_is_made_of_the_tree_that_runs(tmp_path):
