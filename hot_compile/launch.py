@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import fx
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .backend import check_options, hot
 from .errors import OptionError, ScriptError
-from .inspect import megabytes
-from .record import GraphReport
+from .summary import Summary, graph_key
 
 
 def parse_settings(settings: Sequence[str], recipe: str | None = None) -> dict[str, Any]:
@@ -57,53 +55,6 @@ def _literal(text: str) -> Any:
         return text
 
 
-class Summary:
-    """What was done to the graphs of a run; prints itself in one line."""
-
-    def __init__(self) -> None:
-        self._graphs = 0
-        self._heard = 0
-        self._reports: dict[object, GraphReport] = {}
-        self._rank = 0
-
-    def graph(self) -> None:
-        """A graph is being compiled."""
-        self._graphs += 1
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._rank = torch.distributed.get_rank() if distributed else 0
-
-    def finished(self, report: GraphReport) -> None:
-        """It was changed so. What is compiled again, of the same layers, replaces what was."""
-        self._heard += 1
-        self._reports[tuple((d.site, d.shape[1:]) for d in report.plan)] = report
-
-    def print(self) -> None:
-        """To stderr, on the first of several processes."""
-        if self._rank == 0:
-            Console(stderr=True, highlight=False, markup=False).print(str(self), soft_wrap=True)
-
-    def __str__(self) -> str:
-        if not self._graphs:
-            return "hot: nothing compiled: nobody asked for torch.compile's default, or had a graph"
-        parts = [f"{self._graphs} graph{'s' * (self._graphs > 1)} compiled"]
-        if self._reports:
-            parts += self._of_layers()
-        if unheard := self._graphs - self._heard:
-            parts.append(f"{unheard} of them from Inductor's cache or without a backward")
-        seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
-        return f"hot: {', '.join(parts)}; {seconds:.1f} s compiling"
-
-    def _of_layers(self) -> list[str]:
-        reports = self._reports.values()
-        rewritten = sum(len(r.plan.rewritten) for r in reports)
-        held = sum(r.held_bytes for r in reports)
-        before = sum(c.bytes_before for r in reports for c in r.crossing)
-        return [
-            f"{rewritten} of {sum(len(r.plan.decisions) for r in reports)} products rewritten",
-            f"{megabytes(held)} held for the backward ({megabytes(before)} uncompressed)",
-        ]
-
-
 class _Default:
     """The backend that stands in for Inductor: "hot" with options of its own."""
 
@@ -122,10 +73,9 @@ class _Default:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        self._summary.graph()
         merged = {**(options or {}), **self._options}
-        heard = self._summary.finished
-        return hot(gm, example_inputs, mode=mode, options=merged, listener=heard)
+        listener = self._summary.listener(graph_key(gm, example_inputs, mode, merged))
+        return hot(gm, example_inputs, mode=mode, options=merged, listener=listener)
 
 
 @contextlib.contextmanager

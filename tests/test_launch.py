@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from hot_compile import launch
+from hot_compile import launch, summary
 from hot_compile.cli import app
 from hot_compile.errors import OptionError, ScriptError
 from hot_compile.launch import hot_by_default, parse_settings
@@ -20,7 +20,7 @@ X = torch.randn(48, 64)
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(monkeypatch, tmp_path):
     """(mode, options) of every graph; nothing is lowered."""
     calls, stock = [], launch.hot
 
@@ -29,6 +29,7 @@ def seen(monkeypatch):
         return stock(gm, inputs, options=options, listener=listener, inner_compile=run_uncompiled)
 
     monkeypatch.setattr(launch, "hot", unlowered)
+    monkeypatch.setattr(summary, "cache_dir", lambda: tmp_path)
     torch._dynamo.reset()
     yield calls
     torch._dynamo.reset()
@@ -71,11 +72,11 @@ DEFAULTS = {
 @pytest.mark.parametrize("ask", DEFAULTS.values(), ids=DEFAULTS)
 def test_who_asks_for_the_default_gets_hot(seen, ask):
     stock = torch.compile
-    with hot_by_default(ALWAYS) as summary:
+    with hot_by_default(ALWAYS) as told:
         ask()(X).sum().backward()
     assert torch.compile is stock
     assert seen == [(None, ALWAYS)]
-    assert "1 graph compiled, 2 of 2 products rewritten" in str(summary)
+    assert "1 graph compiled, 2 of 2 products rewritten" in str(told)
 
 
 @pytest.mark.parametrize("compiled", [torch.compile, decorated, in_place], ids=lambda f: f.__name__)
@@ -87,12 +88,12 @@ def test_other_backends_stay(seen, compiled):
         return gm.forward
 
     arguments = (mlp(),) if compiled is torch.compile else ()
-    with hot_by_default(ALWAYS) as summary:
+    with hot_by_default(ALWAYS) as told:
         compiled(*arguments, backend=own)(X).sum().backward()
         compiled(*arguments, backend="eager")(X)
     assert graphs
     assert not seen
-    assert "nothing compiled" in str(summary)
+    assert "nothing compiled" in str(told)
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="since torch 2.13")
@@ -116,12 +117,31 @@ def test_options_of_script_and_command_line_are_joined(seen):
     assert seen[1] == ("max-autotune-no-cudagraphs", ALWAYS)
 
 
+def test_what_comes_from_inductors_cache_is_known_from_before(seen, monkeypatch):
+    model = mlp()
+    with hot_by_default(ALWAYS) as first:
+        torch.compile(model)(X).sum().backward()
+    torch._dynamo.reset()
+    monkeypatch.setattr(launch, "hot", lambda gm, *_, **__: gm.forward)  # no pass runs, none tells
+    with hot_by_default(ALWAYS) as second:
+        torch.compile(model)(X).sum().backward()
+    told = "1 graph compiled, 2 of 2 products rewritten"
+    assert told in str(first)
+    assert told in str(second)
+    assert "cache" not in str(first)
+    assert "1 from Inductor's cache" in str(second)
+    torch._dynamo.reset()
+    with hot_by_default({**ALWAYS, "recipe": "paper"}) as other:
+        torch.compile(model)(X).sum().backward()
+    assert "not known of" in str(other)
+
+
 def test_the_same_layers_compiled_again_count_once(seen):
-    with hot_by_default(ALWAYS) as summary:
+    with hot_by_default(ALWAYS) as told:
         model = torch.compile(mlp(), dynamic=False)
         for rows in (48, 64):
             model(torch.randn(rows, 64)).sum().backward()
-    assert "2 graphs compiled, 2 of 2 products rewritten" in str(summary)
+    assert "2 graphs compiled, 2 of 2 products rewritten" in str(told)
 
 
 SETTINGS = [
