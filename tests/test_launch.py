@@ -44,27 +44,32 @@ def process(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+class MLP(nn.Module):  # torch 2.11 compiles no nn.Sequential in place, by any backend
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
 
 
 def in_place(**keywords):
-    model = mlp()
+    model = MLP()
     model.compile(**keywords)
     return model
 
 
 def decorated(**keywords):
-    return torch.compile(**keywords)(mlp())
+    return torch.compile(**keywords)(MLP())
 
 
 DEFAULTS = {
-    "none": lambda: torch.compile(mlp()),
-    "named": lambda: torch.compile(mlp(), backend="inductor"),
+    "none": lambda: torch.compile(MLP()),
+    "named": lambda: torch.compile(MLP(), backend="inductor"),
     "in place": in_place,
     "in place, named": lambda: in_place(backend="inductor"),
     "decorator": decorated,
-    "dynamic": lambda: torch.compile(mlp(), dynamic=True),
+    "dynamic": lambda: torch.compile(MLP(), dynamic=True),
     "fullgraph": lambda: decorated(fullgraph=True),
 }
 
@@ -87,7 +92,7 @@ def test_other_backends_stay(seen, compiled):
         graphs.append(gm)
         return gm.forward
 
-    arguments = (mlp(),) if compiled is torch.compile else ()
+    arguments = (MLP(),) if compiled is torch.compile else ()
     with hot_by_default(ALWAYS) as told:
         compiled(*arguments, backend=own)(X).sum().backward()
         compiled(*arguments, backend="eager")(X)
@@ -101,9 +106,9 @@ def test_a_default_that_the_script_sets_stays(seen):
     torch.compiler.set_default_backend("eager")
     try:
         with hot_by_default(ALWAYS):
-            torch.compile(mlp())(X)
+            torch.compile(MLP())(X)
             assert not seen
-            torch.compile(mlp(), backend="inductor")(X)
+            torch.compile(MLP(), backend="inductor")(X)
     finally:
         torch.compiler.set_default_backend(None)
     assert seen
@@ -111,14 +116,14 @@ def test_a_default_that_the_script_sets_stays(seen):
 
 def test_options_of_script_and_command_line_are_joined(seen):
     with hot_by_default(ALWAYS):
-        torch.compile(mlp(), options={"max_autotune": False, "epilogue_fusion": True})(X)
-        torch.compile(mlp(), mode="max-autotune-no-cudagraphs")(X)
+        torch.compile(MLP(), options={"max_autotune": False, "epilogue_fusion": True})(X)
+        torch.compile(MLP(), mode="max-autotune-no-cudagraphs")(X)
     assert seen[0] == (None, {"max_autotune": False, "epilogue_fusion": True, **ALWAYS})
     assert seen[1] == ("max-autotune-no-cudagraphs", ALWAYS)
 
 
 def test_what_comes_from_inductors_cache_is_known_from_before(seen, monkeypatch):
-    model = mlp()
+    model = MLP()
     with hot_by_default(ALWAYS) as first:
         torch.compile(model)(X).sum().backward()
     torch._dynamo.reset()
@@ -138,7 +143,7 @@ def test_what_comes_from_inductors_cache_is_known_from_before(seen, monkeypatch)
 
 def test_the_same_layers_compiled_again_count_once(seen):
     with hot_by_default(ALWAYS) as told:
-        model = torch.compile(mlp(), dynamic=False)
+        model = torch.compile(MLP(), dynamic=False)
         for rows in (48, 64):
             model(torch.randn(rows, 64)).sum().backward()
     assert "2 graphs compiled, 2 of 2 products rewritten" in str(told)
