@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from .backend import hot
-from .inspect import head_table, megabytes, unchanged
+from .inspect import check_arguments, head_table, megabytes
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .page import save_page
 from .passes.head.plan import HeadDecision
@@ -26,6 +25,7 @@ from .passes.measure.profile import Profile
 from .passes.storage.record import Crossing
 from .record import GraphReport, Reports
 from .tables import PlainTable
+from .unchanged import Reached, reached, unchanged
 
 _STOCK = ("exact", "exact+recompute")
 
@@ -145,33 +145,42 @@ class MemoryReport:
 
 
 def memory_report(
-    model: nn.Module,
+    model: Callable[..., Any],
     *inputs: Any,
     loss_fn: Callable[..., Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> MemoryReport:
     """Compile and run ``model``'s forward and backward three ways, and account for the memory.
 
-    The model's gradients, buffers and the random state are put back as they were.
+    Gradients, buffers and the random state are put back as they were.
 
     Args:
-        model: a module in training mode, on CPU or CUDA. Not yet compiled.
-        inputs: what a training step passes to it.
-        loss_fn: makes a scalar of the model's output; by default the mean of its squares.
+        model: a module in training mode, on CPU or CUDA, not yet compiled; or a function that runs
+            such modules and returns the loss, without calling ``backward``. Modules are found
+            through its arguments, closure and globals.
+        inputs, keywords: what a training step passes to it. A model with an argument ``options`` or
+            ``loss_fn`` of its own goes into a function: ``memory_report(lambda: model(...))``.
+        loss_fn: makes a scalar of what ``model`` returns; by default that itself if it is a scalar,
+            or a Hugging Face output's ``loss``, else the mean of its squares.
         options: as for ``torch.compile(model, backend="hot", options=...)``.
 
     Returns:
         A :class:`MemoryReport`: printable, ``to_json()``, ``save_json(path)``, ``save_png(path)``.
+
+    Raises:
+        TypeError: ``model`` cannot be called, calls ``backward`` itself, or returns nothing that a
+            loss can be made of; ``options`` is no dict.
     """
+    check_arguments("memory_report", model, options)
     reports = Reports()
     ours = functools.partial(hot, options=options, recorder=reports)
-    loss_of = loss_fn or _mean_square
+    step = _Step(model, inputs, keywords, loss_fn or _loss, reached(model, inputs, keywords))
     measured = {}
-    with _gradients_put_back(model):
-        for name in _STOCK:
-            with functorch_config.patch(_recomputation(name)):
-                measured[name] = _measure(model, inputs, loss_of, "inductor")
-        measured["hot"] = _measure(model, inputs, loss_of, ours)
+    for name in _STOCK:
+        with functorch_config.patch(_recomputation(name)):
+            measured[name] = _measure(step, "inductor")
+    measured["hot"] = _measure(step, ours)
     crossing = (c for graph in reports.graphs for c in graph.crossing)
     heads = tuple(head for graph in reports.graphs for head in graph.plan.heads)
     largest_first = tuple(sorted(crossing, key=lambda c: -c.bytes))
@@ -182,13 +191,19 @@ def _recomputation(name: str) -> dict[str, bool]:
     return {"ban_recompute_materialized_backward": False} if name.endswith("recompute") else {}
 
 
-def _mean_square(output: Any) -> Tensor:
+def _loss(output: Any) -> Tensor:
+    """The output if it is a scalar, its entry ``loss``, or the mean of its squares."""
+    named = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(named, Tensor):
+        return named
     tensors = [output] if isinstance(output, Tensor) else _floats_in(output)
     if not tensors:
         raise TypeError(
             f"got a model that returns {type(output).__name__} without floating-point tensors; "
             "pass loss_fn=, which makes a scalar of it."
         )
+    if len(tensors) == 1 and tensors[0].dim() == 0:
+        return tensors[0]
     return torch.stack([t.float().square().mean() for t in tensors]).sum()
 
 
@@ -198,40 +213,58 @@ def _floats_in(output: Any) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
 
-def _measure(
-    model: nn.Module, inputs: tuple[Any, ...], loss_of: Callable[..., Tensor], backend: Any
-) -> Measured:
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is measured: a model or function with its arguments, and what it works on."""
+
+    model: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    loss_fn: Callable[..., Tensor]
+    found: Reached
+
+    def forward(self, compiled: Callable[..., Any]) -> Tensor:
+        """The loss, ready for its backward. Raises TypeError if that has run, or there is none."""
+        loss = self.loss_fn(compiled(*self.inputs, **self.keywords))
+        if loss.requires_grad and all(p.grad is None for p in self.found.parameters):
+            return loss
+        raise TypeError(_NO_BACKWARD)
+
+    def whole(self, compiled: Callable[..., Any]) -> None:
+        """Forward and backward. Raises TypeError like :meth:`forward`."""
+        try:
+            self.forward(compiled).backward()
+        except RuntimeError as error:
+            if "second time" in str(error):  # its backward has run, and gradients were set to None
+                raise TypeError(_NO_BACKWARD) from error
+            raise
+        for parameter in self.found.parameters:
+            parameter.grad = None
+
+
+_NO_BACKWARD = (
+    "got a function whose loss has no backward left to run; expected one that returns the loss and "
+    "does not call backward, with some parameter that needs a gradient: memory is measured between "
+    "the two. Pass the part of the step up to the loss (explain takes whole steps)."
+)
+
+
+def _measure(step: _Step, backend: Any) -> Measured:
     """One warm-up, one forward held, one whole step."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with unchanged(model), torch.enable_grad():
-        forward = torch.compile(model, backend=backend)
-
-        def step() -> None:
-            loss_of(forward(*inputs)).backward()
-            model.zero_grad()
-
-        step()  # compiles
-        loss = loss_of(forward(*inputs))
-        held = held_tensors(loss, model, inputs)
-        sizes = storage_bytes(held), _copies(held, model, inputs)
+    found = step.found
+    device = next(iter(found.devices), torch.device("cpu"))
+    with unchanged(found), torch.enable_grad():
+        compiled = torch.compile(step.model, backend=backend)
+        step.whole(compiled)  # compiles
+        loss = step.forward(compiled)
+        held = held_tensors(loss, nn.Module(), (found.parameters, found.buffers, found.tensors))
+        sizes = storage_bytes(held), _copies(held, found)
         del loss, held
-        return Measured(*sizes, peak_bytes(step, device))
+        return Measured(*sizes, peak_bytes(functools.partial(step.whole, compiled), device))
 
 
-def _copies(held: list[Tensor], model: nn.Module, inputs: tuple[Any, ...]) -> int:
-    given = [*model.parameters(), *(t for t in inputs if isinstance(t, Tensor))]
+def _copies(held: list[Tensor], found: Reached) -> int:
+    given = [*found.parameters, *found.tensors]
     known = {(t.shape, t.dtype) for t in given if t.dim() > 2}
     strides = {t.stride() for t in given}
     return sum(t.nbytes for t in held if (t.shape, t.dtype) in known and t.stride() not in strides)
-
-
-@contextlib.contextmanager
-def _gradients_put_back(model: nn.Module) -> Iterator[None]:
-    before = [(p, p.grad) for p in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad

@@ -27,7 +27,7 @@ from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
 from .passes.pipeline import Context, JointPass, Partitioner, Pricing, Recorder, sources_hash
-from .record import Dump
+from .record import Dump, Heard, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
 from .schedule import Scheduled, current_bits
@@ -45,6 +45,7 @@ def hot(
     options: Mapping[str, Any] | None = None,
     recorder: Recorder | None = None,
     observer: Observer | None = None,
+    listener: Listener | None = None,
     inner_compile: Callable[..., Any] = compile_fx_inner,
     prices: Pricing | None = None,
     **_: Any,
@@ -61,6 +62,8 @@ def hot(
             writes to the folder of option ``dump`` or HOT_DUMP, if any.
         observer: shown every layer's operands in each backward, and how far the gradients are from
             exact. Used by ``calibrate``; option ``lqs`` is not heeded then.
+        listener: told of each graph's outcome when it is compiled. Unlike a recorder it leaves
+            Inductor's caches on, and hears nothing of what comes from there.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
         prices: rates of each device, for planning; by default this machine's, where operators run.
 
@@ -81,9 +84,19 @@ def hot(
         return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
     own, logits = detach_logits(gm, config)
     inputs = _graph_inputs(gm)
-    priced = prices or pricing
-    graph = _Graph(own, example_inputs, inputs, inner_compile, patches, recorder, config, priced)
+    graph = _Graph(
+        own, example_inputs, inputs, inner_compile, patches, recorder, config,
+        prices or pricing, listener,
+    )  # fmt: skip
     return tied(_compiled(graph, config, monitor, observer), logits, gm)
+
+
+def check_options(options: Mapping[str, Any] | None) -> None:
+    """Raises what :func:`hot` would of these options: OptionError, PassDisabledError."""
+    ours, theirs = split_options(options)
+    monitor_of(ours)
+    HotConfig.from_options(ours)
+    _inductor_patches(None, theirs)
 
 
 def _compiled(
@@ -115,6 +128,7 @@ class _Graph:
     asked: HotConfig
     """The user's options; a monitor adds to them."""
     prices: Pricing
+    listener: Listener | None = None
 
     def compile(
         self,
@@ -129,6 +143,8 @@ class _Graph:
         patches = dict(self.patches)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
         recorder = Dump() if observation else self.recorder or Dump(dump)
+        if self.listener and not observation:
+            recorder = Heard(recorder, self.listener)
         if dump or self.recorder or observation:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         context = Context(
@@ -180,8 +196,9 @@ class _Graph:
         unheard = Dump() if self.recorder else None
         for bits in sorted({phase.gx_bits for phase in config.schedule}):
             own = dataclasses.replace(config, schedule=(), gx_bits=bits)
-            heard = self.recorder if bits == current_bits(config.schedule) else unheard
-            graph = dataclasses.replace(self, gm=twin(self.gm), recorder=heard)
+            graph = dataclasses.replace(self, gm=twin(self.gm))
+            if bits != current_bits(config.schedule):
+                graph = dataclasses.replace(graph, recorder=unheard, listener=None)
             compiled[bits] = graph.compile(own, profile)
         return Scheduled(config.schedule, compiled)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from .errors import CalibrationError
 from .observing.collector import Collector
 from .passes.cost.devices import pricing
 from .passes.measure.profile import Profile
+from .unchanged import reached, unchanged
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -65,7 +63,7 @@ def calibrate(
     collector = Collector(config.rank)
     backend = functools.partial(hot, options=options, observer=collector)
     with (
-        _as_found(model),
+        unchanged(reached(model)),
         torch.enable_grad(),
         Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar,
     ):
@@ -93,29 +91,3 @@ def _refuse_without_runtime(model: nn.Module) -> None:
                 f"got a model on {device}, where HOT's operators cannot run ({rates}); expected "
                 "them, to measure what they give. `hot-compile doctor` says what is missing."
             )
-
-
-@contextlib.contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and random states back, and forget the compilations made inside."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    torch._dynamo.reset()
-    try:
-        with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)):
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-    finally:
-        torch._dynamo.reset()
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

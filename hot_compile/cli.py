@@ -1,8 +1,9 @@
-"""``hot-compile``: build the runtime, say what this machine has, read profiles, plan for others."""
+"""``hot-compile``: run scripts, plan, build the runtime, say what is missing, read profiles."""
 
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -11,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, plan_cli, profile_cli
-from .errors import BuildError
+from . import __version__, launch, plan_cli, profile_cli
+from .errors import BuildError, OptionError, PassDisabledError, ScriptError
 from .runtime.native import build as building
 from .runtime.native.providers import status
 
@@ -24,6 +25,28 @@ console = Console()
 
 def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def run(
+    script: Annotated[str, typer.Argument(help="a Python file, or with -m a module")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own")] = None,
+    recipe: Annotated[str | None, typer.Option(help="base recipe, e.g. fast")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
+) -> None:
+    """Run a script whose torch.compile gets backend "hot" where it asks for its default."""
+    try:
+        options = launch.parse_settings(settings or (), recipe)
+        code = launch.run(script, arguments or (), options, module)
+    except (OptionError, PassDisabledError, ScriptError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -43,6 +66,27 @@ def build(
 
 
 @app.command()
+def wheel(
+    output: Annotated[Path, typer.Option(help="folder for it")] = Path("dist"),
+    device: Annotated[
+        list[str] | None, typer.Option(help="cpu, cuda; may be given twice; by default cpu")
+    ] = None,
+    libraries_of: Annotated[
+        list[Path] | None, typer.Option(help="another wheel, to take over e.g. CUDA 12's library")
+    ] = None,
+) -> None:
+    """Make a wheel of this source tree with the operators inside. See docs/install.md."""
+    from .runtime.native.wheel import make_wheel  # wanted here only
+
+    try:
+        path = make_wheel(Path.cwd(), output, device or ["cpu"], libraries_of or ())
+    except BuildError as error:
+        console.print(Text(str(error), style="red"))
+        raise typer.Exit(1) from None
+    console.print(Text(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"))
+
+
+@app.command()
 def doctor() -> None:
     """Say what is found and missing. Exit code 1 if no device can run HOT."""
     table = Table(title=f"hot-compile {__version__}", title_justify="left")
@@ -55,7 +99,8 @@ def doctor() -> None:
     providers = [status(device_type) for device_type in ("cpu", "cuda")]
     for provider in providers:
         verdict = ("ready", "green") if provider.available else ("missing", "red")
-        table.add_row(provider.device_type, Text.assemble(verdict, f" {provider.reason}"))
+        said = "; ".join(part for part in (provider.reason, provider.origin) if part)
+        table.add_row(provider.device_type, Text.assemble(verdict, f" {said}"))
     console.print(table)
     if not any(provider.available for provider in providers):
         raise typer.Exit(1)

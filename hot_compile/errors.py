@@ -40,6 +40,10 @@ class OptionWarning(UserWarning):
     """An option is valid, but the model cannot be compiled as it asks."""
 
 
+class ScriptError(HotError, ValueError):
+    """There is no such script or module to run."""
+
+
 class PassDisabledError(HotError, RuntimeError):
     """A setting would switch Inductor's joint graph passes off, and HOT with them, in silence."""
 

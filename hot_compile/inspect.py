@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from .passes.layers.plan import Decision, Plan
 from .passes.measure.profile import Profile
 from .record import GraphReport, Reports, run_uncompiled
 from .tables import PlainTable
+from .unchanged import reached, unchanged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,47 +151,65 @@ def megabytes(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
 
 
-def explain(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> Explanation:
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Explanation:
     """What ``torch.compile(model, backend="hot", options=options)`` does to each layer, and why.
 
-    Traces one training forward of ``model`` on ``inputs`` through every stage and prints the table.
+    Traces one training step of ``model`` on ``inputs`` through every stage and prints the table.
     Graphs pass through every stage but are not lowered: what runs is the model's own code, so this
-    takes seconds, with any operator that Inductor takes. Buffers and the random state are put back
-    as they were.
+    takes seconds, with any operator that Inductor takes. Buffers, gradients and the random state
+    are put back as they were; so are parameters and the optimizer's state if the step changes them.
+    What else it changes stays changed (a learning rate's scheduler, iterators).
 
     Args:
-        model: an ``nn.Module`` (or function) in training mode.
-        inputs: what a training step passes to it; shapes and dtypes matter, values hardly.
+        model: an ``nn.Module`` in training mode, or any function of a training step: it may compute
+            the loss, call ``backward`` and step an optimizer. Models are found through its
+            arguments, closure and globals.
+        inputs, keywords: what a training step passes to it; shapes and dtypes matter, values
+            hardly. A model with an argument ``options`` of its own goes into a function:
+            ``explain(lambda: model(x, options=...))``.
         options: as for ``torch.compile``.
 
     Returns:
         An :class:`Explanation`; ``.plan``, ``.held_bytes`` and ``.to_json()`` are for programs.
+
+    Raises:
+        TypeError: ``model`` cannot be called, or ``options`` is no dict.
     """
+    check_arguments("explain", model, options)
     reports = Reports()
+    with unchanged(reached(model, inputs, keywords)) as set_aside, torch.enable_grad():
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
-        own = twin(gm)
-        hot(gm, example_inputs, options=options, recorder=reports, inner_compile=run_uncompiled)
-        return own.forward
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+            own = twin(gm)
+            hot(gm, example_inputs, options=options, recorder=reports, inner_compile=run_uncompiled)
 
-    with unchanged(model), torch.enable_grad():
-        torch.compile(model, backend=backend)(*inputs)
+            def run(*args: Any) -> Any:
+                set_aside(args)
+                return own.forward(*args)
+
+            return run
+
+        torch.compile(model, backend=backend)(*inputs, **keywords)
     explanation = Explanation(tuple(reports.graphs))
     print(explanation)
     return explanation
 
 
-@contextlib.contextmanager
-def unchanged(model: Any) -> Iterator[None]:
-    """Put buffers and random state back, and forget the compilations made inside."""
-    buffers = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    torch._dynamo.reset()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        torch._dynamo.reset()
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(before[name])
+def check_arguments(name: str, model: Any, options: Any) -> None:
+    """Raises TypeError if ``model`` cannot be called or ``options`` is neither None nor a dict."""
+    if not callable(model):
+        raise TypeError(
+            f"got a {type(model).__name__} to {name}; expected an nn.Module or a function of a "
+            f"training step. Pass it first: {name}(model, *inputs)."
+        )
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            f"got options of type {type(options).__name__}; expected a dict of the backend's "
+            "options. If the model has an argument of that name, pass a function: "
+            f"{name}(lambda: model(..., options=...))."
+        )

@@ -17,6 +17,7 @@ from .errors import OptionError
 from .graphs import Snapshot, snapshot
 from .passes.graph import readable
 from .passes.layers.plan import Plan
+from .passes.pipeline import Recorder
 from .passes.storage.record import Crossing
 
 NO_PLAN = Plan("exact", ())
@@ -45,6 +46,10 @@ class GraphReport:
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
             "held_bytes": self.held_bytes,
         }
+
+
+Listener = Callable[[GraphReport], None]
+"""Told of each graph that is compiled. Not of one from Inductor's cache: no pass runs then."""
 
 
 class Dump:
@@ -94,6 +99,23 @@ class Reports:
         """Keep the report."""
         stages, self._stages = self._stages, {}
         self.graphs.append(GraphReport(plan or NO_PLAN, crossing, stages))
+
+
+class Heard:
+    """A recorder whose reports are also told to a listener."""
+
+    def __init__(self, recorder: Recorder, listener: Listener) -> None:
+        self._recorder = recorder
+        self._listener = listener
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Leave it to the recorder."""
+        self._recorder.graph(stage, graph)
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Leave it to the recorder, and tell the listener."""
+        self._recorder.finished(plan, crossing)
+        self._listener(GraphReport(plan or NO_PLAN, crossing))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Builds a native library on first use, into a per-user cache, and loads it.
+"""Loads a native library: the package's own, or built on first use, into a per-user cache.
 
 The cache is ``$XDG_CACHE_HOME/hot_compile`` (``~/.cache/hot_compile``); a library's folder is keyed
 by its sources, flags, compiler, torch and machine. Builds happen under a file lock and appear by an
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -26,8 +27,11 @@ from rich.console import Console
 
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
+from hot_compile.runtime.native import prebuilt
 from hot_compile.runtime.native.extensions import Extension, Source, cpu_extension
 from hot_compile.runtime.native.toolkit import cuda_extension
+
+log = logging.getLogger("hot_compile")
 
 _CXX_NAMES = ("g++", "clang++", "c++")
 # torch's own C++ runtime: an exception thrown by another copy, which a compiler that links it
@@ -73,7 +77,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 @functools.cache
-def _compiler_version(command: tuple[str, ...]) -> str:
+def compiler_version(command: tuple[str, ...]) -> str:
     """What it says of itself; it may say nothing. Raises BuildError if it cannot be run."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
@@ -90,8 +94,8 @@ def library_path(extension: Extension, compiler: tuple[str, ...]) -> Path:
     parts = (
         extension.digest(),
         " ".join(compiler),
-        _compiler_version(compiler),
-        *(_compiler_version(command) for _, command in extension.compilers),
+        compiler_version(compiler),
+        *(compiler_version(command) for _, command in extension.compilers),
         torch.__version__,
         platform.machine(),
         sys.platform,
@@ -161,7 +165,7 @@ def _run_ninja(extension: Extension, compiler: tuple[str, ...], folder: Path) ->
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
         raise BuildError(
             f"could not build {extension.name} with {' '.join(compiler)} "
-            f"({_compiler_version(compiler).splitlines()[0]}). The compiler said:\n{tail}\n"
+            f"({compiler_version(compiler).splitlines()[0]}). The compiler said:\n{tail}\n"
             "Expected a C++20 compiler; set CXX to another one to try it."
         )
     return folder / f"{extension.name}.so"
@@ -210,10 +214,19 @@ def extension_for(device_type: str) -> Extension:
 
 @functools.cache
 def load(device_type: str) -> Path:
-    """Builds (if need be) and registers the operators for ``device_type``; returns the library.
+    """Registers the operators for ``device_type``; returns the library.
 
+    That is the one that came with the package if it fits and loads, else it is built if need be.
     Idempotent. Raises BuildError if there is no compiler, it fails, or the library does not load.
     """
+    ready = prebuilt.find(device_type)
+    if isinstance(ready, Path):
+        try:
+            torch.ops.load_library(str(ready))
+        except OSError as error:
+            log.warning("hot: building %s, since it does not load: %s", ready.name, error)
+        else:
+            return ready
     path = build(extension_for(device_type))
     try:
         torch.ops.load_library(str(path))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hot_compile.errors import BuildError
-from hot_compile.runtime.native import build
+from hot_compile.runtime.native import build, prebuilt
 from hot_compile.runtime.native.extensions import hash_tree
 
 
@@ -20,7 +20,8 @@ class Provider:
     """Operators for one device type, as far as can be known without building them.
 
     ``fast_int8``: integer products outrun fp32 ones; otherwise they are exact but slow, and
-    ``reason`` says why. ``available`` False: ``reason`` says what is missing.
+    ``reason`` says why. ``available`` False: ``reason`` says what is missing. ``origin``: whether
+    they came with the package, or why they are built here.
     """
 
     device_type: str
@@ -28,6 +29,7 @@ class Provider:
     reason: str
     isa: str = "none"
     fast_int8: bool = False
+    origin: str = ""
 
 
 def _cpu_isa(flags: Mapping[str, object]) -> str:
@@ -43,13 +45,23 @@ def _cpu_status() -> Provider:
     flags = torch.cpu.get_capabilities()
     isa, vnni = _cpu_isa(flags), bool(flags.get("avx512_vnni"))
     try:
-        build.find_compiler()
+        origin = _origin("cpu")
     except BuildError as error:
         return Provider("cpu", False, str(error), isa)
     if vnni:
-        return Provider("cpu", True, f"{isa} with VNNI", isa, fast_int8=True)
+        return Provider("cpu", True, f"{isa} with VNNI", isa, True, origin)
     why = f"{isa} without AVX512-VNNI: integer products are exact but slower than fp32 ones"
-    return Provider("cpu", True, why, isa)
+    return Provider("cpu", True, why, isa, False, origin)
+
+
+def _origin(device_type: str) -> str:
+    """Where the operators come from. Raises BuildError if they can be neither found nor built."""
+    ready = prebuilt.find(device_type)
+    if isinstance(ready, Path):
+        return f"came with the package: {ready}"
+    build.extension_for(device_type)
+    build.find_compiler()
+    return f"built here on first use: {ready}"
 
 
 def status(device_type: str) -> Provider:
@@ -57,11 +69,10 @@ def status(device_type: str) -> Provider:
     if device_type == "cpu":
         return _cpu_status()
     try:
-        build.extension_for(device_type)
-        build.find_compiler()
+        origin = _origin(device_type)
     except BuildError as error:
         return Provider(device_type, False, str(error))
-    return Provider(device_type, True, "", device_type, fast_int8=True)
+    return Provider(device_type, True, "", device_type, True, origin)
 
 
 @functools.cache

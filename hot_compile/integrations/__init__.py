@@ -1,0 +1,1 @@
+"""Other libraries' closed lists of backends: importing one of these adds "hot" to one of them."""

@@ -1,0 +1,171 @@
+"""``hot-compile run script.py``: backend "hot" where a script asks torch.compile for its default.
+
+The one seam is :func:`hot_by_default`, which replaces ``torch.compile`` while the script runs, in
+this process only. ``nn.Module.compile``, Hugging Face's Trainer, accelerate and others call it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import os
+import runpy
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+from .backend import check_options, hot
+from .errors import OptionError, ScriptError
+from .summary import Summary, graph_key
+
+
+def parse_settings(settings: Sequence[str], recipe: str | None = None) -> dict[str, Any]:
+    """Options from ``key=value`` texts: values are Python literals, or else strings.
+
+    Raises:
+        OptionError: a text has no key, a key comes twice or is unknown, a value is not valid.
+    """
+    options: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not key or not equals:
+            raise OptionError(
+                f"got {setting!r} as a setting; expected key=value, e.g. recipe=fast or "
+                "'exclude=[\"head*\"]'. Write it so, quoted for your shell."
+            )
+        if key in options:
+            raise OptionError(f"got option {key!r} twice; expected one value. Remove the other.")
+        options[key] = _literal(text)
+    check_options(options)
+    return options
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class _Default:
+    """The backend that stands in for Inductor: "hot" with options of its own."""
+
+    __name__ = "hot"  # torch shows it
+
+    def __init__(self, options: Mapping[str, Any], summary: Summary) -> None:
+        self._options = dict(options)
+        self._summary = summary
+        self.reset = reset_cudagraph_trees  # torch.compiler.reset() calls it, as the backend's own
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        merged = {**(options or {}), **self._options}
+        listener = self._summary.listener(graph_key(gm, example_inputs, mode, merged))
+        return hot(gm, example_inputs, mode=mode, options=merged, listener=listener)
+
+
+@contextlib.contextmanager
+def hot_by_default(options: Mapping[str, Any]) -> Iterator[Summary]:
+    """Inside, ``torch.compile`` without a backend, or with "inductor", compiles by "hot".
+
+    Every other backend stays. ``options`` lie over those that torch.compile's caller gives.
+    """
+    stock, summary = torch.compile, Summary()
+    default = _Default(options, summary)
+
+    @functools.wraps(stock)
+    def compile_hot(model: Any = None, *, backend: Any = None, **keywords: Any) -> Any:
+        wanted = _default_backend() if backend is None else backend
+        return stock(model, backend=default if wanted == "inductor" else wanted, **keywords)
+
+    torch.compile = compile_hot  # type: ignore[assignment]
+    try:
+        yield summary
+    finally:
+        torch.compile = stock
+
+
+def _default_backend() -> Any:
+    """What torch would take: since 2.13 it can be set."""
+    return getattr(torch.compiler, "get_default_backend", lambda: "inductor")()
+
+
+def run(script: str, arguments: Sequence[str], options: Mapping[str, Any], module: bool) -> int:
+    """Run a script, or a module, as Python does, and print the summary; returns the exit code.
+
+    ``sys.argv``, ``sys.path[0]`` and ``__main__`` are the script's own, and stay so. SystemExit is
+    passed on; any other exception is shown by ``sys.excepthook``, from the script's own frame on.
+
+    Raises:
+        ScriptError: there is no such script or module.
+    """
+    own = _module_as_main if module else _script_as_main
+    start = own(script, arguments)
+    sys.excepthook = sys.__excepthook__  # the command line's parser has put its own there
+    with hot_by_default(options) as summary:
+        try:
+            start()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            error = error.with_traceback(_own_frames(error.__traceback__))
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 130 if isinstance(error, KeyboardInterrupt) else 1
+        finally:
+            summary.print()
+    return 0
+
+
+def _script_as_main(script: str, arguments: Sequence[str]) -> functools.partial[Any]:
+    path = Path(script)
+    if path.is_dir() or not path.exists():
+        found = "a folder" if path.is_dir() else "which does not exist"
+        raise ScriptError(
+            f"got script {script!r}, {found}; expected a Python file. Correct the path, put "
+            "options of hot-compile before it, or use -m for a module."
+        )
+    file = os.path.abspath(script)  # a link is not followed, as Python does not
+    code = compile(path.read_bytes(), file, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=file, __cached__=None, __builtins__=__builtins__)
+    sys.argv[:] = [script, *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    sys.modules["__main__"] = main
+    return functools.partial(exec, code, main.__dict__)
+
+
+def _module_as_main(name: str, arguments: Sequence[str]) -> functools.partial[Any]:
+    sys.path[0] = str(Path.cwd())
+    try:
+        found = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        found = None
+    if found is None:
+        raise ScriptError(
+            f"got module {name!r}, which is not found; expected one that can be imported from "
+            f"{Path.cwd()} or is installed. Correct the name, or leave -m out for a file."
+        )
+    sys.argv[:] = [name, *arguments]
+    return functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+
+
+def _own_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Without what lies above the script's first frame."""
+    above = (__file__, runpy.__file__, "<frozen runpy>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in above:
+        traceback = traceback.tb_next
+    return traceback
