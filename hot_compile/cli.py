@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, launch, plan_cli, profile_cli
+from . import __version__, plan_cli, profile_cli
 from .errors import BuildError, OptionError, PassDisabledError, ScriptError
 from .runtime.native import build as building
 from .runtime.native.providers import status
@@ -41,6 +41,8 @@ def run(
     module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
 ) -> None:
     """Run a script whose torch.compile gets backend "hot" where it asks for its default."""
+    from . import launch  # with Inductor, which other commands need not wait for
+
     try:
         options = launch.parse_settings(settings or (), recipe)
         code = launch.run(script, arguments or (), options, module)
