@@ -39,13 +39,16 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="file for a page (HTML) of all that was done")
+    ] = None,
 ) -> None:
     """Run a script whose torch.compile gets backend "hot" where it asks for its default."""
     from . import launch  # with Inductor, which other commands need not wait for
 
     try:
         options = launch.parse_settings(settings or (), recipe)
-        code = launch.run(script, arguments or (), options, module)
+        code = launch.run(script, arguments or (), options, module, report)
     except (OptionError, PassDisabledError, ScriptError) as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)

@@ -24,6 +24,8 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .backend import check_options, hot
 from .errors import OptionError, ScriptError
+from .page import save_page
+from .record import Reports
 from .summary import Summary, graph_key
 
 
@@ -60,9 +62,12 @@ class _Default:
 
     __name__ = "hot"  # torch shows it
 
-    def __init__(self, options: Mapping[str, Any], summary: Summary) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], summary: Summary, recorder: Reports | None
+    ) -> None:
         self._options = dict(options)
         self._summary = summary
+        self._recorder = recorder
         self.reset = reset_cudagraph_trees  # torch.compiler.reset() calls it, as the backend's own
 
     def __call__(
@@ -75,17 +80,23 @@ class _Default:
     ) -> Any:
         merged = {**(options or {}), **self._options}
         listener = self._summary.listener(graph_key(gm, example_inputs, mode, merged))
-        return hot(gm, example_inputs, mode=mode, options=merged, listener=listener)
+        return hot(
+            gm, example_inputs, mode=mode, options=merged,
+            recorder=self._recorder, listener=listener,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
-def hot_by_default(options: Mapping[str, Any]) -> Iterator[Summary]:
+def hot_by_default(
+    options: Mapping[str, Any], recorder: Reports | None = None
+) -> Iterator[Summary]:
     """Inside, ``torch.compile`` without a backend, or with "inductor", compiles by "hot".
 
     Every other backend stays. ``options`` lie over those that torch.compile's caller gives.
+    ``recorder`` keeps all of every graph, which is then compiled anew.
     """
     stock, summary = torch.compile, Summary()
-    default = _Default(options, summary)
+    default = _Default(options, summary, recorder)
 
     @functools.wraps(stock)
     def compile_hot(model: Any = None, *, backend: Any = None, **keywords: Any) -> Any:
@@ -104,19 +115,29 @@ def _default_backend() -> Any:
     return getattr(torch.compiler, "get_default_backend", lambda: "inductor")()
 
 
-def run(script: str, arguments: Sequence[str], options: Mapping[str, Any], module: bool) -> int:
+def run(
+    script: str,
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    module: bool,
+    report: Path | None = None,
+) -> int:
     """Run a script, or a module, as Python does, and print the summary; returns the exit code.
+
+    With ``report`` all that was done is written there too, as one page of HTML.
 
     ``sys.argv``, ``sys.path[0]`` and ``__main__`` are the script's own, and stay so. SystemExit is
     passed on; any other exception is shown by ``sys.excepthook``, from the script's own frame on.
 
     Raises:
-        ScriptError: there is no such script or module.
+        ScriptError: there is no such script or module, or no folder for the report.
     """
+    report = _writable(report)
+    recorder = Reports() if report else None
     own = _module_as_main if module else _script_as_main
     start = own(script, arguments)
     sys.excepthook = sys.__excepthook__  # the command line's parser has put its own there
-    with hot_by_default(options) as summary:
+    with hot_by_default(options, recorder) as summary:
         try:
             start()
         except SystemExit:
@@ -127,7 +148,22 @@ def run(script: str, arguments: Sequence[str], options: Mapping[str, Any], modul
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         finally:
             summary.print()
+            if report and recorder and recorder.graphs and summary.is_first:
+                save_page(report, recorder.graphs, title=script)
     return 0
+
+
+def _writable(report: Path | None) -> Path | None:
+    """Where the page goes, whatever folder the script may change to."""
+    if report is None:
+        return None
+    path = report.absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ScriptError(
+            f"got report {str(report)!r}; expected a file's name in a folder that exists. Correct "
+            "it, or make the folder."
+        )
+    return path
 
 
 def _script_as_main(script: str, arguments: Sequence[str]) -> functools.partial[Any]:

@@ -107,9 +107,14 @@ class Summary:
 
         return listen
 
+    @property
+    def is_first(self) -> bool:
+        """Of several processes that train together, this is the one that tells."""
+        return self._rank == 0
+
     def print(self) -> None:
         """To stderr, on the first of several processes."""
-        if self._rank == 0:
+        if self.is_first:
             Console(stderr=True, highlight=False, markup=False).print(str(self), soft_wrap=True)
 
     def __str__(self) -> str:

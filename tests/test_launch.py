@@ -1,6 +1,8 @@
 """``hot-compile run``: a script as Python runs it, with "hot" where it asks for the default."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -24,9 +26,9 @@ def seen(monkeypatch, tmp_path):
     """(mode, options) of every graph; nothing is lowered."""
     calls, stock = [], launch.hot
 
-    def unlowered(gm, inputs, *, mode, options, listener):
+    def unlowered(gm, inputs, *, mode, options, **told):
         calls.append((mode, options))
-        return stock(gm, inputs, options=options, listener=listener, inner_compile=run_uncompiled)
+        return stock(gm, inputs, options=options, inner_compile=run_uncompiled, **told)
 
     monkeypatch.setattr(launch, "hot", unlowered)
     monkeypatch.setattr(summary, "cache_dir", lambda: tmp_path)
@@ -238,6 +240,34 @@ def test_a_module_runs_too(process, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         run("own", "x", module=True)
+
+
+STEP = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+torch.compile(model)(torch.randn(48, 64)).square().mean().backward()
+"""
+
+
+def test_a_page_of_what_a_script_did(seen, process, tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nos.chdir('/')\n{STEP}")
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "--report", "page.html", "--set", "min_gain=0", str(script)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page.html").read_text()
+    data = json.loads(re.search(r'id="data"[^>]*>(.*?)</script>', page, re.S).group(1))
+    assert data["title"] == str(script)
+    assert [layer["strategy"] for layer in data["layers"]] == ["int4", "exact"]  # and the head
+
+
+@pytest.mark.parametrize("report", ["nowhere/page.html", "."])
+def test_a_report_that_cannot_be_written_is_refused_before(process, tmp_path, report):
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError")
+    command = ["run", "--report", str(tmp_path / report), str(script)]
+    assert CliRunner().invoke(app, command).exit_code == 2
 
 
 @pytest.mark.parametrize("module", [False, True])
