@@ -365,3 +365,21 @@ def test_head(program, tmp_path):
     for exact, hot in (rows[:2], rows[2:]):
         assert hot.loss == pytest.approx(exact.loss, rel=1e-5)
         assert hot.peak_bytes < exact.peak_bytes
+
+
+def test_a_model_of_the_zoo(program, tmp_path):
+    zoo, models = program("zoo"), program("zoo_models").every_model()
+    assert len(models) >= 80
+    result = zoo.compared("gpt2", models["transformers:gpt2"](), lower=False)
+    assert result.rewritten == result.products - 1  # but the head
+    assert 0 < result.held < 0.4 * result.uncompressed
+    assert result.worst > 0.99
+    assert result.loss_off < 1e-6
+    failed = zoo.Result("broken", error="why")
+    results = tmp_path / "zoo.jsonl"
+    rows = [json.dumps(dataclasses.asdict(r)) for r in (result, failed)]
+    results.write_text("\n".join(rows))
+    zoo.page(results, tmp_path / "docs" / "zoo.md")
+    page = (tmp_path / "docs" / "zoo.md").read_text()
+    assert "| gpt2 | 8 of 9 |" in page
+    assert "| broken | why |" in page

@@ -1,0 +1,252 @@
+"""Models of every family, a few steps of training each: gradients beside exact ones, and bytes.
+
+    python benchmarks/zoo.py run                      # one of every module of timm, transformers
+    python benchmarks/zoo.py run --only 'swin*,bert'  # some of them
+    python benchmarks/zoo.py page                     # docs/measured/zoo.md from the results
+
+Each model trains some steps of SGD by eager PyTorch, so that its gradients are not those of an
+initialisation; then one step by "hot", default options but for ``min_gain=0`` (small models would
+not pay), is compared with eager's from the same weights. Dropout is off: masks would differ.
+Without ``--lower`` graphs pass through every stage and run uncompiled, which takes seconds a model;
+with it Inductor compiles them. Results are added to a file line by line: what is there already is
+not run again, a process that dies costs one model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import time
+import traceback
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from report import environment
+from rich.console import Console
+from torch import Tensor, nn
+from zoo_models import Built, every_model
+
+from hot_compile.backend import hot
+from hot_compile.record import Reports, run_uncompiled
+
+RESULTS = Path(__file__).parent.parent / "out" / "zoo.jsonl"
+PAGE = Path(__file__).parent.parent / "docs" / "measured" / "zoo.md"
+STEPS, RATE = 3, 1e-3
+OPTIONS = {"min_gain": 0}
+_INTRODUCTION = """# The zoo
+
+Written by `python benchmarks/zoo.py page`: {count} models, one of each family. {today}, torch
+{torch}, CPU, fp32, graphs run uncompiled. How: the program's own description.
+
+*held*: bytes kept for the backward, of what they are uncompressed; *exact*: the share that stays as
+it is though it is large, and the commonest reason. *cosines* of parameters' gradients with exact
+ones: the worst, the fifth percentile, the median.
+"""
+app = typer.Typer(help=__doc__, add_completion=False)
+console = Console()
+
+
+@dataclasses.dataclass
+class Result:
+    """What was found of one model."""
+
+    name: str
+    error: str = ""
+    loss: float = 0.0
+    loss_off: float = 0.0
+    """Of hot's loss from exact's, relative."""
+    products: int = 0
+    rewritten: int = 0
+    uncompressed: int = 0
+    held: int = 0
+    exact: int = 0
+    """Bytes held that are larger than the least worth storing, and stay as they are."""
+    reason: str = ""
+    """The commonest one for that."""
+    worst: float = 1.0
+    worst_name: str = ""
+    percentile: float = 1.0
+    """The fifth, of the parameters' gradient cosines with exact."""
+    median: float = 1.0
+    not_finite: int = 0
+    seconds: float = 0.0
+    """Of the first step by hot: tracing, passes, and with ``lower`` compiling."""
+    lowered: bool = False
+
+
+def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's, which are then cleared."""
+    loss.backward()
+    found = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def warmed(built: Built) -> None:
+    """Some steps away from the initialisation; batch norms' statistics are then kept."""
+    optimizer = torch.optim.SGD(built.model.parameters(), lr=RATE, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        built.loss(built.model).backward()
+        nn.utils.clip_grad_norm_(built.model.parameters(), 1.0)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def compared(name: str, built: Built, lower: bool) -> Result:
+    """One step by hot beside one by eager PyTorch."""
+    model = built.model
+    warmed(built)
+    torch.manual_seed(1)
+    loss = built.loss(model)
+    exact = gradients(loss, model)
+    reports = Reports()
+    keywords: dict[str, Any] = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=OPTIONS, recorder=reports, **keywords)
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    begin = time.perf_counter()
+    own = built.loss(torch.compile(model, backend=backend))
+    got = gradients(own, model)
+    result = Result(name, loss=float(loss), seconds=time.perf_counter() - begin, lowered=lower)
+    result.loss_off = abs(float(own) - float(loss)) / max(abs(float(loss)), 1e-12)
+    _note_gradients(result, got, exact)
+    _note_graphs(result, reports)
+    return result
+
+
+def _note_gradients(result: Result, got: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    largest = max((float(g.norm()) for g in exact.values()), default=0.0)
+    cosines = []
+    for name, want in exact.items():
+        mine = got.get(name)
+        if mine is None or (want.isfinite().all() and not mine.isfinite().all()):
+            result.not_finite += 1
+        elif want.norm() > 1e-5 * largest:  # less is rounding: a bias in front of a norm, say
+            cosines.append((_cosine(mine, want), name))
+    if cosines:
+        cosines.sort()
+        result.worst, result.worst_name = cosines[0]
+        result.percentile = cosines[len(cosines) // 20][0]
+        result.median = cosines[len(cosines) // 2][0]
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(a.flatten() @ b.flatten() / (a.norm() * b.norm() + 1e-30))
+
+
+def _note_graphs(result: Result, reports: Reports) -> None:
+    crossing = [c for graph in reports.graphs for c in graph.crossing]
+    result.products = sum(len(graph.plan.decisions) for graph in reports.graphs)
+    result.rewritten = sum(len(graph.plan.rewritten) for graph in reports.graphs)
+    result.uncompressed = sum(c.bytes_before for c in crossing)
+    result.held = sum(c.bytes for c in crossing)
+    stays = [c for c in crossing if c.scheme == "exact" and not c.packed and c.reason != "small"]
+    result.exact = sum(c.bytes for c in stays)
+    reasons = sorted({c.reason for c in stays})
+    sizes = {r: sum(c.bytes for c in stays if c.reason == r) for r in reasons}
+    result.reason = max(sizes, key=lambda r: sizes[r], default="")
+
+
+def known(path: Path) -> dict[str, Result]:
+    """Results of an earlier run, by name."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    return {row["name"]: Result(**row) for row in rows if "name" in row}
+
+
+@app.command()
+def run(
+    only: Annotated[str, typer.Option(help="names or globs, with commas")] = "*",
+    lower: Annotated[bool, typer.Option(help="compile by Inductor")] = False,
+    out: Annotated[Path, typer.Option(help="results, one a line")] = RESULTS,
+    seconds: Annotated[int, typer.Option(help="the most that one model may take")] = 300,
+) -> None:
+    """Run what has no result yet, each model in a process of its own."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = known(out)
+    wanted = [n for n in every_model() if any(fnmatchcase(n, g) for g in only.split(","))]
+    if not wanted:
+        raise typer.BadParameter(f"got --only {only!r}; it matches none of {every_model()}")
+    for name in wanted:
+        if name in done:
+            continue
+        command = [sys.executable, __file__, "one", name, "--lower" if lower else "--no-lower"]
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            row = told.stdout.splitlines()[-1] if told.returncode == 0 else None
+            error = (told.stderr.strip().splitlines() or ["no message"])[-1]
+        except subprocess.TimeoutExpired:
+            row, error = None, f"took more than {seconds} s"
+        result = Result(**json.loads(row)) if row else Result(name, error=error[:200])
+        with out.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+        console.print(_line(result), markup=False, highlight=False)
+
+
+@app.command(hidden=True)
+def one(name: str, lower: bool = False) -> None:
+    """One model, in this process; the last line printed is its result."""
+    torch.manual_seed(0)
+    try:
+        result = compared(name, every_model()[name](), lower)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        result = Result(name, error=f"{text[:160]} ({Path(last.filename).name}:{last.lineno})")
+    print(json.dumps(dataclasses.asdict(result)))
+
+
+def _line(r: Result) -> str:
+    if r.error:
+        return f"{r.name:34s} {r.error}"
+    share = r.held / max(1, r.uncompressed)
+    return (
+        f"{r.name:34s} {r.rewritten:3d}/{r.products:3d}  held {share:4.0%} of "
+        f"{r.uncompressed / 1e6:7.1f} MB  cosines {r.worst:.3f} {r.percentile:.3f} {r.median:.4f}"
+        f"  {r.seconds:4.0f} s"
+    )
+
+
+@app.command()
+def page(
+    results: Annotated[Path, typer.Option(help="what run wrote")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="the page")] = PAGE,
+) -> None:
+    """Write the page of docs from the results."""
+    rows = [r for r in known(results).values() if not r.error]
+    failed = [r for r in known(results).values() if r.error]
+    made = environment(torch.device("cpu"))
+    today = time.strftime("%Y-%m-%d")
+    header = ("model", "rewritten", "uncompressed, MB", "held", "exact", "cosines", "loss off by")
+    lines = [
+        _INTRODUCTION.format(count=len(rows), today=today, torch=made["torch"]),
+        "| " + " | ".join(header) + " |",
+        "|---" * len(header) + "|",
+    ]
+    for r in sorted(rows, key=lambda r: r.name):
+        whole = max(1, r.uncompressed)
+        exact = f"{r.exact / whole:.0%} ({r.reason})" if r.exact > 0.02 * whole else ""
+        cosines = f"{r.worst:.3f} ({r.worst_name}), {r.percentile:.3f}, {r.median:.4f}"
+        cells = (
+            r.name, f"{r.rewritten} of {r.products}", f"{whole / 1e6:.1f}",
+            f"{r.held / whole:.0%}", exact, cosines, f"{r.loss_off:.0e}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    if failed:
+        lines += ["", "## Not run", "", "| model | why |", "|---|---|"]
+        lines += [f"| {r.name} | {r.error} |" for r in sorted(failed, key=lambda r: r.name)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n".join(lines) + "\n")
+    console.print(f"{out}: {len(rows)} models, {len(failed)} not run", markup=False)
+
+
+if __name__ == "__main__":
+    app()
