@@ -236,7 +236,7 @@ def test_everything_large_crosses_compressed(name, make):
     if name == "bert":  # two dropouts a block and one of the embeddings
         masks = [c for c in large if c.dtype == "bool" and c.scheme == "bits"]
         assert len(masks) == 5
-    share = {"mixer": 0.2, "gpt2_conv1d": 0.31}.get(name, 0.285)
+    share = {"mixer": 0.21, "gpt2_conv1d": 0.31}.get(name, 0.285)
     assert sum(c.bytes for c in stored) < share * sum(c.bytes_before for c in stored)
 
 
