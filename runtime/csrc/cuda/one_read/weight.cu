@@ -7,7 +7,6 @@
 namespace hot {
 
 constexpr int kWeightThreads = 512;
-constexpr int kStripBytesOfWeight = 32;  // a sector of each row
 constexpr int kWeightRows = kWeightThreads / 2;
 constexpr int kKeptPasses = 12;  // of 256 outputs, in registers; longer columns are read twice
 constexpr int kReadAhead = 6;
