@@ -41,8 +41,9 @@ STEPS, RATE = 3, 1e-3
 OPTIONS = {"min_gain": 0}
 _INTRODUCTION = """# The zoo
 
-Written by `python benchmarks/zoo.py page`: {count} models, one of each family. {today}, torch
-{torch}, CPU, fp32, graphs run uncompiled. How: the program's own description.
+Written by `python benchmarks/zoo.py page`: {count} of the {known} models that it knows, one of each
+family. {today}, torch {torch}, CPU, fp32, graphs run uncompiled.
+How: the program's own description.
 
 *held*: bytes kept for the backward, of what they are uncompressed; *exact*: the share that stays as
 it is though it is large, and the commonest reason. *cosines* of parameters' gradients with exact
@@ -227,7 +228,9 @@ def page(
     today = time.strftime("%Y-%m-%d")
     header = ("model", "rewritten", "uncompressed, MB", "held", "exact", "cosines", "loss off by")
     lines = [
-        _INTRODUCTION.format(count=len(rows), today=today, torch=made["torch"]),
+        _INTRODUCTION.format(
+            count=len(rows), known=len(every_model()), today=today, torch=made["torch"]
+        ),
         "| " + " | ".join(header) + " |",
         "|---" * len(header) + "|",
     ]

@@ -55,6 +55,11 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Its operator works element by element."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def closure(seeds: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that depend on any of ``seeds``, themselves included."""
     reached: set[fx.Node] = set()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten
+from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten, is_pointwise
 from hot_compile.passes.site import hint
 from hot_compile.passes.storage import probe
 from hot_compile.passes.storage.schemes import Scheme, Unit
@@ -184,9 +184,7 @@ def _coin(like: Tensor) -> Tensor:
 
 
 def _only_moves(node: fx.Node, inside: list[fx.Node]) -> bool:
-    return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or bool(
-        inside and _cast_only(node)
-    )
+    return not is_pointwise(node) or bool(inside and _cast_only(node))
 
 
 def _cast_only(node: fx.Node) -> bool:
@@ -229,7 +227,7 @@ def _typical_values(made: fx.Node) -> Tensor:
 
 def _is_unary(node: fx.Node) -> bool:
     """A pointwise function of one floating-point tensor."""
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    pointwise = is_pointwise(node)
     if node.op != "call_function" or not pointwise or len(node.all_input_nodes) != 1:
         return False
     value = node.all_input_nodes[0].meta.get("val")

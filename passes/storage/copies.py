@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import refresh
-from hot_compile.passes.graph import aten, returned
+from hot_compile.passes.graph import aten, is_pointwise, returned
 
 
 def merge_copies(graph: fx.Graph) -> int:
@@ -58,7 +58,7 @@ def _is_plain_copy(copy: fx.Node, source: Any) -> bool:
 
 def _twin(user: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node | None:
     """An earlier node that does to ``new`` what ``user`` does to ``old``."""
-    if not _pointwise(user):
+    if not is_pointwise(user) or _draws(user):
         return None
     args, kwargs = _described(user, old, new)
     for other in new.users:
@@ -75,9 +75,8 @@ def _described(user: fx.Node, old: fx.Node, new: fx.Node) -> tuple[Any, Any]:
     return fx.map_arg(user.args, swapped), fx.map_arg(user.kwargs, swapped)
 
 
-def _pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _read_by_strides(node: fx.Node) -> bool:

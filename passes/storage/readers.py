@@ -22,6 +22,7 @@ from hot_compile.passes.graph import (
     VIEWS,
     aten,
     closure,
+    is_pointwise,
     is_tangent,
     placeholders,
     strip,
@@ -186,7 +187,7 @@ class _Reader:
             self._move(node, user)
         elif getattr(user.target, "namespace", "") == "hot":
             self._product(node)
-        elif not _is_pointwise(user):
+        elif not is_pointwise(user):
             self._refuse(f"input of a recomputed region ({user.target})")
         elif _makes_bool(user):
             self._compare(node, user)
@@ -372,10 +373,6 @@ def _makes_bool(node: fx.Node) -> bool:
 
 def _is_getitem(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_product(node: fx.Node) -> bool:
