@@ -1,0 +1,333 @@
+"""Whole steps of models as people bring them: stock Inductor beside hot, everything a user pays.
+
+    python benchmarks/against_stock.py --device cuda --json out.json --plot out.png
+    python benchmarks/against_stock.py --device cpu --rows vit-tiny,gpt2-tiny --dtype fp32
+
+One process a row, its configurations interleaved; ``--jobs`` rows compile at once, but are timed
+one by one. ``ms`` is the best round, steps running one behind the other; ``host ms`` is how long
+the host takes to send one step off; ``launches`` are kernels and copies a step; ``peak`` is above
+what stands between steps (weights, optimizer state); ``compile`` is the first step with cold
+caches, comparable within a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import head
+import torch
+import typer
+from models import Size, Workload, build
+from report import environment, write_json
+from rich.console import Console
+from rich.table import Table
+from step import compile_for, compiler_settings
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
+from torch.profiler import ProfilerActivity, profile
+
+from hot_compile.frameworks import trace_past_warnings
+from hot_compile.memory import peak_bytes
+
+CONFIGS = "exact,exact+recompute,hot,hot:memory=off"
+STEPS = {"cuda": 5, "cpu": 1}
+LONGEST, NAME = 40, 120
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at a size; ``adamw`` adds the optimizer's step."""
+
+    model: str
+    size: Size
+    adamw: bool = False
+
+
+CASES = {
+    "gpt2": Case("gpt2", Size(8, tokens=1024)),
+    "gpt2-6": Case("gpt2", Size(16, depth=6, tokens=1024)),
+    "qwen3": Case("qwen3", Size(4, tokens=2048)),
+    "llama6x2048": Case("llama12x2048", Size(4, depth=6)),
+    "vit-b-128": Case("vit_base_patch16_224", Size(128)),
+    "vit-b-96": Case("vit_base_patch16_224", Size(96)),
+    "vit-b-256": Case("vit_base_patch16_224", Size(256), adamw=True),
+    "llama12x2048": Case("llama12x2048", Size(8), adamw=True),
+    "resnet50-256": Case("resnet50", Size(256), adamw=True),
+    "mixer-b-128": Case("mixer_b16_224", Size(128)),
+    "convnext-t-128": Case("convnext_tiny", Size(128)),
+    "swin-t-128": Case("swin_tiny_patch4_window7_224", Size(128)),
+    "bert": Case("bert", Size(32, tokens=512)),
+    "vit-tiny": Case("vit_tiny_patch16_224", Size(8)),
+    "gpt2-tiny": Case("gpt2", Size(1, depth=2, tokens=256)),
+}
+"""Rows of the table, by name. The two tiny ones are for a CPU."""
+ON_A_GPU = ",".join(name for name in CASES if "tiny" not in name)
+
+
+@dataclass
+class Row:
+    """One configuration's figures on one case."""
+
+    case: str
+    config: str
+    best_ms: float = float("inf")
+    host_ms: float = float("inf")
+    launches: int = 0
+    peak_bytes: int = 0
+    compile_s: float = 0.0
+    loss: float = 0.0
+    kernels: list[tuple[str, int, float]] = field(default_factory=list)
+    """Name, launches and ms a step of those that take longest; in the JSON only."""
+
+
+def workload(case: Case) -> Workload:
+    """Random weights and inputs; Hugging Face's models return loss and logits, unchanged."""
+    size = case.size
+    if case.model in head.SIZES:
+        model = head.build(case.model, size.depth, None)
+    elif case.model == "bert":
+        import transformers
+
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**NO_DROPOUT))
+    else:
+        return build(case.model, size)
+    ids = torch.randint(model.config.vocab_size, (size.batch, size.tokens or 1))
+    return Workload(model.train(), (ids,), _own_loss)
+
+
+def _own_loss(forward: Callable[..., Any], ids: Tensor) -> Tensor:
+    return forward(ids, labels=ids).loss
+
+
+class Stepper:
+    """One configuration: its copy of the model and its figures."""
+
+    def __init__(self, row: Row, work: Workload, device: torch.device, bf16: bool, adamw: bool):
+        self.row, self.device, self.bf16 = row, device, bf16
+        self.model: nn.Module = copy.deepcopy(work.model).to(device)
+        self.inputs = tuple(t.to(device) for t in work.inputs)
+        self.loss_of = work.loss
+        self.forward = compile_for(row.config, self.model)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True) if adamw else None
+
+    def step(self) -> Tensor:
+        """Forward, backward, and the optimizer's step if there is one."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            loss = self.loss_of(self.forward, *self.inputs)
+        loss.backward()
+        if self.optimizer:
+            self.optimizer.step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    def compile(self) -> None:
+        """The first step, timed, and what memory a later one needs."""
+        start = time.perf_counter()
+        with fresh_cache():
+            self._waited(self.step)
+        self.row.compile_s = time.perf_counter() - start
+        for _ in range(2):
+            self._waited(self.step)
+        self.row.peak_bytes = peak_bytes(self.step, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # other rows' processes share the device
+
+    def measure(self, steps: int) -> None:
+        """One round."""
+        self._waited(lambda: None)
+        start = time.perf_counter()
+        self._waited(lambda: [self.step() for _ in range(steps)])
+        self.row.best_ms = min(self.row.best_ms, (time.perf_counter() - start) / steps * 1e3)
+        start = time.perf_counter()
+        loss = self.step()
+        self.row.host_ms = min(self.row.host_ms, (time.perf_counter() - start) * 1e3)
+        self.row.loss = loss.item()
+
+    def look_at_kernels(self) -> None:
+        """Kernels and copies of one step."""
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            self._waited(self.step)
+        device = torch.autograd.DeviceType.CUDA
+        kernels = [e for e in seen.key_averages() if e.device_type == device]
+        self.row.launches = sum(event.count for event in kernels)
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        self.row.kernels = [
+            (e.key[:NAME], e.count, e.self_device_time_total / 1e3) for e in kernels[:LONGEST]
+        ]
+
+    def _waited(self, work: Callable[[], Any]) -> None:
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(
+    name: str, configs: list[str], device: torch.device, dtype: str, rounds: int
+) -> Iterator[list[Row]]:
+    """Compiles every configuration before it yields the first time; then measures and yields."""
+    torch.manual_seed(0)
+    trace_past_warnings()
+    work, adamw = workload(CASES[name]), CASES[name].adamw
+    with compiler_settings(dtype):
+        rows = [Row(name, config) for config in configs]
+        steppers = [Stepper(row, work, device, dtype == "bf16", adamw) for row in rows]
+        for stepper in steppers:
+            stepper.compile()
+        yield rows
+        for _ in range(rounds):
+            for stepper in steppers:
+                stepper.measure(STEPS[device.type])
+        if device.type == "cuda":
+            for stepper in steppers:
+                stepper.look_at_kernels()
+        yield rows
+
+
+def _child(name: str, configs: str, device: str, dtype: str, rounds: int) -> None:
+    """Says ``ready`` when compiled, measures when told to, and says what it found."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        run = measure(name, configs.split(","), torch.device(device), dtype, rounds)
+        next(run)
+        print("ready", file=answers, flush=True)
+        sys.stdin.readline()
+        print(json.dumps([asdict(row) for row in next(run)]), file=answers, flush=True)
+
+
+class Child:
+    """A row's process."""
+
+    def __init__(self, name: str, arguments: list[str]):
+        self.name = name
+        command = [sys.executable, *_flags(), __file__, "--child", name, *arguments]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def compiled(self) -> bool:
+        """Waits; False if it failed (what it said of that is on stderr)."""
+        return self._answer() == "ready"
+
+    def rows(self) -> list[Row]:
+        """Measured now."""
+        assert self._process.stdin
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self._process.wait()
+        return [Row(**row) for row in json.loads(answer or "[]")]
+
+    def _answer(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+
+def _flags() -> list[str]:
+    return ["-P"] if sys.flags.safe_path else []
+
+
+def as_table(rows: list[Row], title: str) -> Table:
+    """Each figure, and time and peak against stock's."""
+    table = Table(title=title)
+    table.add_column("model")
+    table.add_column("configuration")
+    columns = (
+        "ms",
+        "of stock's speed",
+        "host ms",
+        "launches",
+        "MiB peak",
+        "of stock's",
+        "compile s",
+    )
+    for column in (*columns, "loss"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        stock = next(other for other in rows if other.case == row.case)
+        table.add_row(
+            *(row.case, row.config, f"{row.best_ms:.1f}"),
+            f"{stock.best_ms / row.best_ms:.2f}x",
+            *(f"{row.host_ms:.1f}", str(row.launches), f"{row.peak_bytes / 2**20:.0f}"),
+            f"{row.peak_bytes / max(1, stock.peak_bytes):.2f}",
+            *(f"{row.compile_s:.0f}", f"{row.loss:.4f}"),
+        )
+    return table
+
+
+def plot(rows: list[Row], file: Path) -> None:
+    """Speed and peak of every configuration, as shares of stock's (the first of each case)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    stock = {row.case: row for row in reversed(rows)}
+    configs = [row.config for row in rows if row.case == rows[0].case][1:]
+    figure, axes = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True)
+    for place, config in enumerate(configs):
+        mine = [row for row in rows if row.config == config]
+        at = [list(stock)[::-1].index(row.case) + (place - 1) * 0.8 / len(configs) for row in mine]
+        speed = [stock[row.case].best_ms / row.best_ms for row in mine]
+        peak = [row.peak_bytes / max(1, stock[row.case].peak_bytes) for row in mine]
+        for axis, heights in zip(axes, (speed, peak), strict=True):
+            axis.bar(at, heights, 0.8 / len(configs), label=config)
+    for axis, title in zip(axes, ("speed / stock's", "peak / stock's"), strict=True):
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel(title)
+    axes[0].legend()
+    axes[1].set_xticks(range(len(stock)), list(stock)[::-1], rotation=30, ha="right")
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def _measure_all(names: list[str], arguments: list[str], jobs: int) -> list[Row]:
+    rows: list[Row] = []
+    for first in range(0, len(names), jobs):
+        children = [Child(name, arguments) for name in names[first : first + jobs]]
+        for child in [child for child in children if child.compiled()]:
+            rows += child.rows()
+    return rows
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="comma-separated, of " + ", ".join(CASES))] = ON_A_GPU,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32 or bf16 (autocast)")] = "bf16",
+    configs: Annotated[str, typer.Option(help="as for step.py; the first is stock")] = CONFIGS,
+    rounds: Annotated[int, typer.Option(help="timed rounds")] = 8,
+    jobs: Annotated[int, typer.Option(help="rows that compile at once")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw figures here")] = None,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> list[Row]:
+    """Measure whole steps of many models."""
+    if child:
+        _child(child, configs, device, dtype, rounds)
+        return []
+    if unknown := [name for name in rows.split(",") if name not in CASES]:
+        raise typer.BadParameter(f"got {', '.join(unknown)}; known are {', '.join(CASES)}")
+    arguments = ["--device", device, "--dtype", dtype, "--configs", configs]
+    measured = _measure_all(rows.split(","), [*arguments, "--rounds", str(rounds)], jobs)
+    where = torch.device(device)
+    Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
+    if json_file:
+        settings = {"dtype": dtype, "configs": configs, "rounds": rounds, "jobs": jobs}
+        write_json(json_file, where, settings, [asdict(row) for row in measured])
+    if plot_file:
+        plot(measured, plot_file)
+    return measured
+
+
+if __name__ == "__main__":
+    typer.run(main)
