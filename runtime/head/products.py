@@ -30,7 +30,8 @@ CHUNK_BYTES = 2**29
 """Most bytes of a chunk of logits."""
 _LEAST_BYTES = 2**23
 _ALIGN = 16
-"""Elements to which a chunk's rows are padded in memory: products of an odd width are slow."""
+"""Columns of a chunk are made a multiple of this on a GPU, whose products of an odd width take two
+to six times as long."""
 
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? column"
 _FORM = "float inner, bool cap, float outer"
@@ -90,13 +91,14 @@ def _head_statistics(
     outer: float,
     logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    form, target = Form(inner, cap, outer), _dense(target)
+    form, target = Form(inner, cap, outer), _valid(target, weight)
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
+    outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
     with _exact(x.device):
         for rows, room in _row_chunks(x, weight, False):
             y = _logits_of(x, weight, bias, rows, room, logits, form)
-            chunk = Chunk(y, None if target is None else target[rows], column, form)
+            chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows])
     return statistics, logits
 
@@ -114,14 +116,16 @@ def _head_both(
     logits_dtype: torch.dtype | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    form, target, coefficients = Form(inner, cap, outer), _dense(target), coefficients.contiguous()
+    form, target = Form(inner, cap, outer), _valid(target, weight)
+    coefficients = coefficients.contiguous()
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
+    outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
     grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, torch.float32)
     with _exact(x.device):
         for rows, g in _row_chunks(x, weight, wanted[1]):
             y = _logits_of(x, weight, bias, rows, g, logits, form)
-            chunk = Chunk(y, None if target is None else target[rows], column, form)
+            chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows])
             chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
             if wanted[0]:
@@ -130,7 +134,7 @@ def _head_both(
                 _add_product(grad_weight, g.t(), x[rows])
             if wanted[2]:
                 grad_bias += g.sum(0, dtype=torch.float32)
-    return statistics, logits, grad_x, grad_weight, grad_bias
+    return statistics, logits, grad_x, grad_weight[:outputs], grad_bias[:outputs]
 
 
 def _head_gradients(
@@ -150,29 +154,32 @@ def _head_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     (rows, _), outputs = x.shape, weight.shape[0]
+    weight, bias = _padded(weight, bias)
     grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, x.dtype)
     sum_x = torch.zeros_like(grad_x, dtype=torch.float32)
     width = chunk_columns(rows, outputs, x.element_size())
-    scratch = x.new_empty((rows, width))
-    target = _dense(target)
+    scratch = x.new_empty((rows, -(-width // _ALIGN) * _ALIGN))
+    target = None if target is None else target.contiguous()
     with _exact(x.device):
         for first in range(0, outputs, width):
-            columns = slice(first, min(first + width, outputs))
+            last = min(first + width, outputs)
+            columns = slice(first, weight.shape[0] if last == outputs else last)
             part = weight[columns]
             y = scratch[:, : part.shape[0]]
             _product(x, part, None if bias is None else bias[columns], y)
-            own = None if column is None else column[columns]
+            own = None if column is None else column[first:last]
             place = None if target is None else target - first
-            outside = None if extra is None else extra[:, columns]
+            outside = None if extra is None else extra[:, first:last]
             gradient = Gradient(y, coefficients, outside, extra_scale)
-            chunk_gradient(Chunk(y, place, own, form), lse, gradient)
+            chunk_gradient(Chunk(y, last - first, place, own, form), lse, gradient)
             if wanted[0]:
                 _add_product(sum_x, y, part)
             if wanted[1]:
                 torch.mm(y.t(), x, out=grad_weight[columns])
             if wanted[2]:
                 torch.sum(y, 0, dtype=torch.float32, out=grad_bias[columns])
-    return grad_x.copy_(sum_x) if wanted[0] else grad_x, grad_weight, grad_bias
+    grad_x = grad_x.copy_(sum_x) if wanted[0] else grad_x
+    return grad_x, grad_weight[:outputs], grad_bias[:outputs]
 
 
 def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -180,11 +187,10 @@ def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[
     rows, inputs = x.shape
     outputs, itemsize = weight.shape[0], x.element_size()
     size = chunk_rows(rows, outputs, inputs, itemsize, grad_weight)
-    padded = -(-outputs // _ALIGN) * _ALIGN
-    buffer = x.new_empty((min(size, rows), padded))
+    buffer = x.new_empty((min(size, rows), outputs))
     for first in range(0, rows, size):
         place = slice(first, min(first + size, rows))
-        yield place, buffer[: place.stop - first, :outputs]
+        yield place, buffer[: place.stop - first]
 
 
 def _logits_of(
@@ -198,16 +204,15 @@ def _logits_of(
 ) -> Tensor:
     """y of some rows; also written to the caller's ``logits``, if there is a caller.
 
-    Straight into them, where they are y itself and their rows begin where a product likes it.
+    Straight into them, where they are y itself and as wide.
     """
     plain = not form.cap and form.outer == 1
-    if logits.numel() and plain and logits.dtype == x.dtype and logits.shape[1] % _ALIGN == 0:
+    if logits.numel() and plain and logits.dtype == x.dtype and logits.shape[1] == room.shape[1]:
         room = logits[rows]
-        _product(x[rows], weight, bias, room)
-        return room
     _product(x[rows], weight, bias, room)
-    if logits.numel():
-        logits[rows] = room if plain else form(room)
+    if logits.numel() and room.data_ptr() != logits[rows].data_ptr():
+        y = room[:, : logits.shape[1]]
+        logits[rows] = y if plain else form(y)
     return room
 
 
@@ -246,8 +251,28 @@ def _gradients(
     )
 
 
-def _dense(target: Tensor | None) -> Tensor | None:
-    return None if target is None else target.contiguous()
+def _padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The same with outputs of zeros at the end."""
+    missing = _padding(weight)
+    if not missing:
+        return weight, bias
+    wide = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+    return wide, None if bias is None else torch.nn.functional.pad(bias, (0, missing))
+
+
+def _padding(weight: Tensor) -> int:
+    """Outputs that are missing to what a GPU's products like."""
+    return -weight.shape[0] % _ALIGN if weight.is_cuda else 0
+
+
+def _valid(target: Tensor | None, weight: Tensor) -> Tensor | None:
+    """``target``, contiguous. On a GPU one out of range trips gather's assertion, as in the exact
+    graph; on a CPU whoever reads it raises."""
+    if target is None:
+        return None
+    if target.is_cuda:
+        weight[:, 0].gather(0, target)
+    return target.contiguous()
 
 
 for _name in SCHEMAS:

@@ -39,7 +39,8 @@ class Gradient:
     """What the gradient of a chunk's logits is made of, and where it goes."""
 
     out: Tensor
-    """[R, O] in the dtype the products read; may be the chunk of logits itself."""
+    """[R, P] in the dtype the products read; may be the chunk of logits itself. What is behind its
+    first O' columns becomes zero."""
     coefficients: Tensor
     """[3, R]."""
     extra: Tensor | None = None
@@ -51,7 +52,9 @@ class Chunk:
     """Some rows and columns of the product y, and what belongs to them."""
 
     y: Tensor
-    """[R, O']."""
+    """[R, P]: O' columns, and perhaps some that mean nothing but make products fast."""
+    width: int
+    """O'."""
     target: Tensor | None
     """[R], counted from the chunk's first column; another column's lies outside 0..O'-1."""
     column: Tensor | None
@@ -62,29 +65,24 @@ class Chunk:
 def chunk_statistics(chunk: Chunk, out: Tensor) -> None:
     """Write the four statistics of every row of a chunk that is as wide as the logits.
 
-    ``out`` [4, R]. Raises what ``gather`` raises where a target is out of range.
+    ``out`` [4, R]. On a CPU, raises what ``gather`` raises where a target is out of range.
     """
     if _has_triton(out):
         from hot_compile.runtime.head.triton_kernels import statistics_
 
         statistics_(chunk, out)
-        _pick(chunk, out[2])
         return
-    for rows in _blocks(chunk.y):
-        z = chunk.form(chunk.y[rows])
+    y = chunk.y[:, : chunk.width]
+    for rows in _blocks(y):
+        z = chunk.form(y[rows])
         part = out[:, rows]
         part[0] = z.amax(1)
         part[1] = torch.logsumexp(z, 1)
         part[3] = z.sum(1) if chunk.column is None else z @ chunk.column
-    _pick(chunk, out[2])
-
-
-def _pick(chunk: Chunk, out: Tensor) -> None:
-    """z at each row's target. On CUDA a target out of range trips gather's device assertion."""
     if chunk.target is None:
-        out.zero_()
+        out[2].zero_()
     else:
-        out.copy_(chunk.form(chunk.y.gather(1, chunk.target[:, None]))[:, 0])
+        out[2].copy_(chunk.form(y.gather(1, chunk.target[:, None]))[:, 0])
 
 
 def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
@@ -94,9 +92,11 @@ def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
 
         gradient_(chunk, lse, gradient)
         return
-    for rows in _blocks(chunk.y):
+    gradient.out[:, chunk.width :].zero_()
+    y = chunk.y[:, : chunk.width]
+    for rows in _blocks(y):
         a, b, c = gradient.coefficients[:, rows, None]
-        z = chunk.form(chunk.y[rows])
+        z = chunk.form(y[rows])
         slope = (z / chunk.form.outer).square_().neg_().add_(1) if chunk.form.cap else None
         g = z.sub_(lse[rows, None]).exp_().mul_(a)
         if chunk.target is not None:
@@ -106,7 +106,7 @@ def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
         g.add_(c if chunk.column is None else c * chunk.column)
         if gradient.extra is not None:
             g.add_(gradient.extra[rows], alpha=gradient.extra_scale)
-        gradient.out[rows] = g if slope is None else g.mul_(slope)
+        gradient.out[rows, : chunk.width] = g if slope is None else g.mul_(slope)
 
 
 def _blocks(y: Tensor) -> Iterator[slice]:

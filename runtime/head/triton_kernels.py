@@ -1,7 +1,8 @@
 """Triton kernels for ``rows.py``: one program a row, its columns in blocks.
 
 Row statistics are gathered as FlashAttention does it, a running maximum and a running sum, so that
-a row is read once. All arithmetic is fp32.
+a row is read once. All arithmetic is fp32. Memory is read and written as far as a row has room: a
+mask that ends at an odd width would keep Triton from loading more than one element at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,8 +31,8 @@ def _tanh(x):
 
 @triton.jit
 def _statistics(
-    y, y_stride, column, out, out_stride, width, inner, outer,
-    CAP: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr,
+    y, y_stride, target, column, out, out_stride, width, room, inner, outer,
+    CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full((), float("-inf"), tl.float32)
@@ -41,11 +42,12 @@ def _statistics(
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < width
-        z = tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(y + row * y_stride + at, mask=at < room, other=0.0).to(tl.float32)
         if CAP:
             z = _tanh(z * inner)
         z = z * outer
         if COLUMN:
+            z = tl.where(inside, z, 0.0)
             weighted += tl.sum(tl.load(column + at, mask=inside, other=0.0) * z)
         else:
             weighted += tl.sum(tl.where(inside, z, 0.0))
@@ -58,12 +60,21 @@ def _statistics(
     tl.store(out + row, largest)
     tl.store(out + out_stride + row, shift + tl.log(total))
     tl.store(out + 3 * out_stride + row, weighted)
+    picked = 0.0
+    if TARGET:
+        place = tl.load(target + row)
+        known = (place >= 0) & (place < width)
+        picked = tl.load(y + row * y_stride + place, mask=known, other=0.0).to(tl.float32)
+        if CAP:
+            picked = _tanh(picked * inner)
+        picked = picked * outer
+    tl.store(out + 2 * out_stride + row, picked)
 
 
 @triton.jit
 def _gradient(
     y, y_stride, g, g_stride, lse, coefficients, c_stride, target, column, extra, extra_stride,
-    extra_scale, width, inner, outer,
+    extra_scale, width, room, inner, outer,
     CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +84,8 @@ def _gradient(
     a = tl.load(coefficients + row)
     b = tl.load(coefficients + c_stride + row)
     c = tl.load(coefficients + 2 * c_stride + row)
-    z = tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
+    within = at < room
+    z = tl.load(y + row * y_stride + at, mask=within, other=0.0).to(tl.float32)
     slope = 1.0
     if CAP:
         z = _tanh(z * inner)
@@ -89,35 +101,36 @@ def _gradient(
     if EXTRA:
         more = tl.load(extra + row * extra_stride + at, mask=inside, other=0.0).to(tl.float32)
         value += extra_scale * more
-    value = value * slope
-    tl.store(g + row * g_stride + at, value.to(g.dtype.element_ty), mask=inside)
+    value = tl.where(inside, value * slope, 0.0)
+    tl.store(g + row * g_stride + at, value.to(g.dtype.element_ty), mask=within)
 
 
 def statistics_(chunk: Chunk, out: Tensor) -> None:
-    """Largest, log-sum-exp and weighted sum of every row into ``out`` [4, R], but its third."""
-    rows, width = chunk.y.shape
+    """The four statistics of every row into ``out`` [4, R]."""
+    rows, room = chunk.y.shape
     form, column = chunk.form, chunk.column
     if not rows:
         return
     _statistics[(rows,)](
-        chunk.y, chunk.y.stride(0), _or(column, chunk.y), out, out.stride(0), width,
-        form.inner, form.outer,
-        CAP=form.cap, COLUMN=column is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+        chunk.y, chunk.y.stride(0), _or(chunk.target, out), _or(column, out), out, out.stride(0),
+        chunk.width, room, form.inner, form.outer,
+        CAP=form.cap, TARGET=chunk.target is not None, COLUMN=column is not None, BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
 def gradient_(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
     """The gradient of a chunk, as ``rows.chunk_gradient``."""
-    rows, width = chunk.y.shape
+    rows, room = chunk.y.shape
     form, extra = chunk.form, gradient.extra
     if not rows:
         return
     stride = 0 if extra is None else extra.stride(0)
-    _gradient[(rows, triton.cdiv(width, _BLOCK))](
+    _gradient[(rows, triton.cdiv(room, _BLOCK))](
         chunk.y, chunk.y.stride(0), gradient.out, gradient.out.stride(0), lse,
         gradient.coefficients, gradient.coefficients.stride(0), _or(chunk.target, lse),
-        _or(chunk.column, lse), _or(extra, lse), stride, gradient.extra_scale, width,
-        form.inner, form.outer,
+        _or(chunk.column, lse), _or(extra, lse), stride, gradient.extra_scale,
+        chunk.width, room, form.inner, form.outer,
         CAP=form.cap, TARGET=chunk.target is not None, COLUMN=chunk.column is not None,
         EXTRA=extra is not None, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip

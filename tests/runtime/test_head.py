@@ -14,9 +14,11 @@ OUTPUTS, INPUTS = 301, 24
 FORMS = {"plain": (1.0, False, 1.0), "scaled": (1.0, False, 0.0625), "capped": (1 / 3, True, 3.0)}
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Several chunks of a head that a test can afford, the last of them narrower."""
+@pytest.fixture(autouse=True, params=[0, 3], ids=["", "padded"])
+def small_chunks(monkeypatch, request):
+    """Several chunks of a head that a test can afford, the last of them narrower; as on a CPU, and
+    with the columns that a GPU's chunks have behind their own."""
+    monkeypatch.setattr(head, "_padding", lambda _: request.param)
     monkeypatch.setattr(head, "CHUNK_BYTES", 16 * 4 * OUTPUTS)
     monkeypatch.setattr(head, "_LEAST_BYTES", 1)
     monkeypatch.setattr(head, "chunk_columns", lambda *_: 128)
