@@ -51,12 +51,16 @@ class Case:
     model: str
     size: Size
     adamw: bool = False
+    loss_only: bool = False
+    """A language model that returns its loss, not its logits."""
 
 
 CASES = {
     "gpt2": Case("gpt2", Size(8, tokens=1024)),
+    "gpt2-loss": Case("gpt2", Size(8, tokens=1024), loss_only=True),
     "gpt2-6": Case("gpt2", Size(16, depth=6, tokens=1024)),
     "qwen3": Case("qwen3", Size(4, tokens=2048)),
+    "qwen3-loss": Case("qwen3", Size(4, tokens=2048), loss_only=True),
     "llama6x2048": Case("llama12x2048", Size(4, depth=6)),
     "vit-b-128": Case("vit_base_patch16_224", Size(128)),
     "vit-b-96": Case("vit_base_patch16_224", Size(96)),
@@ -102,11 +106,17 @@ def workload(case: Case) -> Workload:
     else:
         return build(case.model, size)
     ids = torch.randint(model.config.vocab_size, (size.batch, size.tokens or 1))
+    if case.loss_only:
+        return Workload(head.LossOnly(model.train()), (ids,), _as_it_is)
     return Workload(model.train(), (ids,), _own_loss)
 
 
 def _own_loss(forward: Callable[..., Any], ids: Tensor) -> Tensor:
     return forward(ids, labels=ids).loss
+
+
+def _as_it_is(forward: Callable[..., Any], ids: Tensor) -> Tensor:
+    return forward(ids)
 
 
 class Stepper:

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .config import OBJECTS, HotConfig, option_names, split_options
+from .config import OBJECTS, HotConfig, Memory, option_names, split_options
 from .errors import OptionError, PassDisabledError
 from .frameworks import trace_past_warnings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
@@ -33,6 +33,13 @@ from .runtime.native.providers import runtime_version
 from .schedule import Scheduled, current_bits
 
 _DISABLING = "use_joint_graph_passes"
+_REALIZED = "realize_opcount_threshold"
+_RESTORED_OPERATIONS = 96
+"""On a GPU, operations up to which Inductor works a value out anew for each of its readers' kernels.
+
+By default 30. Restoring what was stored takes more, with an activation's slope behind it; above
+the threshold it was written to memory in fp32, more bytes than its compression saves, and read.
+"""
 _NEW_GRAPH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 """Compile the graph anew. AOTAutograd's cache heeds these too; kernels found compiled are used."""
 
@@ -145,6 +152,8 @@ class _Graph:
         recorder = Dump() if observation else self.recorder or Dump(dump)
         if self.listener and not observation:
             recorder = Heard(recorder, self.listener)
+        if config.memory is not Memory.OFF and self._on_gpu() and not observation:
+            patches.setdefault(_REALIZED, _RESTORED_OPERATIONS)
         if dump or self.recorder or observation:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         context = Context(
@@ -165,6 +174,9 @@ class _Graph:
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
+
+    def _on_gpu(self) -> bool:
+        return any(isinstance(x, torch.Tensor) and x.is_cuda for x in self.example_inputs)
 
     def watched(
         self,

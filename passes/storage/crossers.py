@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.graph import (
+    IMAGE_DIMS,
     VIEWS,
     closure,
     module_path,
@@ -20,7 +21,7 @@ from hot_compile.passes.graph import (
     strip,
 )
 from hot_compile.passes.layers.match import GraphInputs
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.site import bytes_of, hint
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.norms import REDUCTIONS
@@ -34,6 +35,9 @@ from hot_compile.passes.storage.readers import (
 from hot_compile.passes.storage.schemes import Scheme
 
 _EXACT = (Scheme.EXACT,)
+_ONE_PASS = 1024
+"""Elements of a row that Inductor reduces without a loop. A longer one would be read twice where no
+norm goes over it anyway; groups are not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +208,15 @@ def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
     return data | {node for node in forward.nodes if node not in weights}
 
 
+def _along_rows(saved: fx.Node, reading: Reading) -> bool:
+    """A scale a row costs no pass of its own."""
+    layout = layout_of(in_memory(saved), Scheme.ROWS8)
+    if not isinstance(layout, Layout) or reading.batched:
+        return False
+    image = saved.meta["val"].dim() >= IMAGE_DIMS
+    return reading.rows or image or hint(layout.cut[1]) <= _ONE_PASS
+
+
 def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
     """What the readers allow, finest first, whatever the tensor's layout."""
     if reading.channel:
@@ -212,9 +225,7 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
         assert reading.chain is not None
         wide = saved.meta["val"].dtype.itemsize > 2  # of 16 bits, 12 are not worth two passes
         return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain and wide else _EXACT
-    lies_in_rows = isinstance(layout_of(in_memory(saved), Scheme.ROWS8), Layout)
-    along_rows = lies_in_rows and not reading.batched
-    eight = Scheme.ROWS8 if along_rows else Scheme.GROUPS8
+    eight = Scheme.ROWS8 if _along_rows(saved, reading) else Scheme.GROUPS8
     if reading.batched:
         return (Scheme.EXACT, eight)
     return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)

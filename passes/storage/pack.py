@@ -179,9 +179,17 @@ def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: int) -> fx.Node:
     return emit(aten.where.self, number, code, _constant(emit, nan, like=code))
 
 
+def _number(emit: Emitter, code: fx.Node) -> fx.Node:
+    """A whole number below 2 ** 22 in size as fp32: ``_rounded`` backwards where that is faster."""
+    if not _on_gpu(code):
+        return emit.cast(code, torch.float32)
+    bits = emit(aten.add.Tensor, emit.cast(code, torch.int32), _ROUNDING_WORD)
+    return emit(aten.sub.Tensor, _as_float(emit, bits), _ROUNDING)
+
+
 def _decode(emit: Emitter, code: fx.Node, scale: fx.Node, levels: int) -> fx.Node:
     """Fourth powers of ``code`` over ``levels``, with its sign, times ``scale``; fp32."""
-    code = emit.cast(code, torch.float32)
+    code = _number(emit, code)
     share = emit(aten.mul.Tensor, code, 1.0 / levels)
     signed = emit(aten.mul.Tensor, share, emit(aten.abs.default, share))
     power = emit(aten.mul.Tensor, signed, emit(aten.mul.Tensor, share, share))
@@ -247,7 +255,7 @@ def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _decode_12(emit: Emitter, step: fx.Node, scale: fx.Node) -> fx.Node:
-    step = emit.cast(step, torch.float32)
+    step = _number(emit, step)
     value = emit(aten.mul.Tensor, step, emit.cast(scale, torch.float32))
     return _or_special(emit, step, value, _STEPS12)
 
@@ -379,7 +387,7 @@ def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
     word = emit(aten.unsqueeze.default, word, -3)
     scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, _UPPER_HALF))
     minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
-    scaled = emit(aten.mul.Tensor, emit.cast(step, torch.float32), scale)
+    scaled = emit(aten.mul.Tensor, _number(emit, step), scale)
     return emit(aten.add.Tensor, scaled, minimum)
 
 
