@@ -35,7 +35,7 @@ from .schedule import Scheduled, current_bits
 _DISABLING = "use_joint_graph_passes"
 _REALIZED = "realize_opcount_threshold"
 _RESTORED_OPERATIONS = 96
-"""On a GPU, operations up to which Inductor works a value out anew for each of its readers' kernels.
+"""On a GPU, operations up to which Inductor works a value out anew in each of its readers.
 
 By default 30. Restoring what was stored takes more, with an activation's slope behind it; above
 the threshold it was written to memory in fp32, more bytes than its compression saves, and read.

@@ -41,6 +41,7 @@ from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
+from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
@@ -223,6 +224,10 @@ def _store(cut: Partitioned) -> int:
     return len(cut.stored)
 
 
+def _materialise(cut: Partitioned) -> int:
+    return materialise(cut.backward.graph) if cut.stored else 0
+
+
 HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
@@ -253,6 +258,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
     Step("store", _store, changes=True),
+    Step("materialise", _materialise, changes=True),
 )
 """On the forward and the backward that min-cut made."""
 

@@ -35,7 +35,7 @@ def test_the_order_is_written_down():
         "match", "candidates", "price", "plan", "warn", "rewrite", "exact_forms", "copies"
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
-        "layouts", "advance", "crossers", "plan_storage", "store"
+        "layouts", "advance", "crossers", "plan_storage", "store", "materialise"
     ]  # fmt: skip
     for steps in (pipeline.JOINT, pipeline.OBSERVED):
         changes = [step.changes for step in steps]
