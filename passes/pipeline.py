@@ -27,6 +27,7 @@ from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.exact.forms import Candidate, candidates, take
+from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import GraphInputs, match
@@ -151,6 +152,12 @@ def _rewrite(joint: Joint) -> int:
     return len(joint.plan.rewritten)
 
 
+def _forwards(joint: Joint) -> int:
+    forwards = rewrite_forwards(joint.graph, joint.sites, joint.plan.forwards)
+    joint.plan = dataclasses.replace(joint.plan, forwards=forwards)
+    return sum(forward.int8 for forward in forwards)
+
+
 def _exact_forms(joint: Joint) -> int:
     forms = take(joint.graph, joint.found, joint.plan.exact_forms)
     joint.plan = dataclasses.replace(joint.plan, exact_forms=forms)
@@ -233,6 +240,7 @@ JOINT: tuple[Step[Joint], ...] = (
     Step("plan", _plan),
     Step("warn", _warn_of_plan),
     Step("rewrite", _rewrite, changes=True),
+    Step("forwards", _forwards, changes=True),
     Step("exact_forms", _exact_forms, changes=True),
     Step("copies", _copies, changes=True),
 )

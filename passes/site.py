@@ -112,7 +112,7 @@ class Site:
     nodes: SiteNodes | ConvNodes | None = dataclasses.field(default=None, compare=False, repr=False)
     conv: Convolution | None = None
     first: bool = False
-    """A convolution of the user's input: a stem or patch embedding."""
+    """It reads the user's input, for which the graph computes no gradient: a stem, an embedding."""
 
     @property
     def needs_grad_input(self) -> bool:
