@@ -92,10 +92,8 @@ class Explanation:
         title = f"forward: {taken} of {len(self.plan.forwards)} products on INT8"
         table = PlainTable(title, "layer", "forward", "gain", "why", right={"gain"})
         for forward in self.plan.forwards:
-            way, gain = (
-                ("int8", f"{forward.predicted_gain:.2f}x") if forward.int8 else ("exact", "")
-            )
-            table.add(forward.site, way, gain, forward.reason)
+            gain = f"{forward.predicted_gain:.2f}x" if forward.int8 else ""
+            table.add(forward.site, "int8" if forward.int8 else "exact", gain, forward.reason)
         return table
 
     def _stored_bytes(self) -> dict[str, int]:

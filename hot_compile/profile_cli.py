@@ -82,9 +82,11 @@ def _errors_table(profile: Profile) -> PlainTable:
     columns = [(side, name) for side in _SIDES for name in _variants(profile, side)]
     short = {"grad_input": "g_x", "grad_weight": "g_w"}
     headers = [f"{short[side]} {name}" for side, name in columns]
-    table = _table("relative error of gradients", "layer", "L x O x I", *headers)
+    title = "relative error of gradients, and of y by an 8-bit forward"
+    table = _table(title, "layer", "L x O x I", *headers, "y int8")
     for name, layer in profile.layers.items():
         measures = [getattr(layer, side).get(variant) for side, variant in columns]
+        measures.append(layer.forward)
         errors = ["" if m is None else f"{m.error:.3g}" for m in measures]
         table.add(name, f"{layer.rows} x {layer.outputs} x {layer.inputs}", *errors)
     return table
@@ -125,6 +127,8 @@ def _figures(layer: LayerProfile | None) -> Iterator[tuple[str, Any]]:
         for name, measure in getattr(layer, side).items():
             for key, value in vars(measure).items():
                 yield f"{side} {name} {key}", value
+    for key, value in vars(layer.forward).items() if layer.forward else ():
+        yield f"forward {key}", value
 
 
 def _changes(

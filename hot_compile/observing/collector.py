@@ -12,6 +12,7 @@ from torch import Tensor
 from hot_compile.errors import CalibrationError
 from hot_compile.passes.measure.conv import Pairs, conv_granule_errors, conv_measures, conv_stats
 from hot_compile.passes.measure.linear import (
+    forward_measure,
     grad_input_measures,
     grad_weight_measures,
     granule_errors,
@@ -56,7 +57,10 @@ class Collector(Observer):
             for name, tensor in operands.items()
             if tensor is not None
         }
-        return _figures(gx, gw, granule_errors(g, self._rank), stats)
+        figures = _figures(gx, gw, granule_errors(g, self._rank), stats)
+        if x is not None and weight is not None:
+            figures["forward error"], figures["forward cosine"] = forward_measure(x, weight)
+        return figures
 
     def _measure_convolution(
         self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
@@ -160,7 +164,15 @@ def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerPro
         token_error=mean["token_error"],
         tensor_error=mean["tensor_error"],
         stats={key: TensorStats(**value) for key, value in stats.items()},
+        forward=_forward(mean),
     )
+
+
+def _forward(mean: dict[str, float]) -> Measure | None:
+    """Of y, where the backward reads both x and W, so that both were shown."""
+    if "forward error" not in mean:
+        return None
+    return Measure(mean["forward error"], mean["forward cosine"])
 
 
 def _mean_measure(pairs: list[list[float]]) -> Measure:

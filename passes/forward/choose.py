@@ -47,11 +47,7 @@ def choose_forward(
     price = _price(site, rates)
     gain = round(price.gain(), 3)
     if gain < config.min_gain:
-        rows = price.rows_that_pay(config.min_gain)
-        more = (
-            "no number of rows would change that" if rows is None else f"it would from {rows} rows"
-        )
-        reason = f"not worth it: predicted {gain:.2f}x exact; {more}"
+        reason = f"not worth it: predicted {gain:.2f}x exact; {_would_pay(price, config.min_gain)}"
         return ForwardDecision(site.name, False, reason, gain)
     return ForwardDecision(site.name, True, _measured(layer), gain)
 
@@ -74,6 +70,13 @@ def _over_budget(config: HotConfig, layer: LayerProfile | None) -> str | None:
     if layer is None or layer.forward is None or budget is None or layer.forward.error <= budget:
         return None
     return f"output error {layer.forward.error:.2g} over budget {budget:g}"
+
+
+def _would_pay(price: Price, least: float) -> str:
+    rows = price.rows_that_pay(least)
+    if rows is None:
+        return "no number of rows would change that"
+    return f"it would pay from {rows} rows on"
 
 
 def _measured(layer: LayerProfile | None) -> str:

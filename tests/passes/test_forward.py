@@ -1,0 +1,444 @@
+"""The optional 8-bit forward: which layers take it and why, what it computes, what it leaves."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from hot_compile.backend import hot
+from hot_compile.config import HotConfig
+from hot_compile.inspect import Explanation, run_uncompiled
+from hot_compile.observing.collector import Collector
+from hot_compile.observing.monitor import Monitor, Quality
+from hot_compile.passes.cost.devices import RATES
+from hot_compile.passes.forward import rewrite as rewriting
+from hot_compile.passes.forward.product import int8_product
+from hot_compile.passes.layers.plan import Plan, plan
+from hot_compile.passes.measure.linear import forward_measure
+from hot_compile.passes.measure.observe import Layer
+from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile
+from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.runtime import reference
+from hot_compile.testing import hot_step, sqnr
+
+ALWAYS = {"forward": "int8", "min_gain": 0, "keep_head": False, "memory_min_bytes": 0}
+EXACT_BACKWARD = {**ALWAYS, "recipe": "exact", "memory": "off"}
+VNNI = RATES["cpu-vnni"]
+QUANTISE, PRODUCT = "hot.quantize_rows.default", "hot.scaled_int_mm.default"
+
+
+class Block(nn.Module):
+    """A norm and a MLP around a residual: nothing reads the input but the norm."""
+
+    def __init__(self, width=64, bias=True):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width, bias=bias)
+        self.fc2 = nn.Linear(2 * width, width, bias=bias)
+
+    def forward(self, x):
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+def site(lead=(32, 197), gx=True, gw=True, refusal=None, **facts):
+    node = fx.Graph().placeholder("x")
+    products = (node if gx else None, node if gw else None)
+    rows = lead[0] * (lead[1] if len(lead) > 1 else 1)
+    base = {
+        "name": "blocks.0.fc1",
+        "rows": rows,
+        "outputs": 3072,
+        "inputs": 768,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "lead": lead,
+        "batched": True,
+        "head": False,
+        "refusal": refusal,
+        "nodes": None if refusal else SiteNodes(node, node, False, node, *products, False, node),
+    }
+    return Site(**{**base, **facts})
+
+
+def choose(one, device_rates=VNNI, layer=None, **options):
+    """The one layer's decision."""
+    profile = layer and Profile(8, {one.name: layer})
+    config = HotConfig.from_options({"forward": "int8", "lqs": "auto", **options})
+    return plan([one], config, {one.device: device_rates}, profile).forwards[0]
+
+
+def measured(error):
+    """A layer whose output was measured this far off."""
+    return LayerProfile(3072, 768, 6304, "float32", 2, {}, {}, None, None, {}, Measure(error, 1))
+
+
+def step(model, *inputs, autocast=None, **keywords):
+    """(output, gradients, reports) of one training step."""
+    found = []
+
+    def loss(*inputs):
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            found[:] = [model(*inputs)]
+        return found[0].float().square().mean()
+
+    model.zero_grad()
+    torch.manual_seed(0)
+    _, reports = hot_step(loss, *inputs, **keywords)
+    return found[0].detach(), [p.grad.clone() for p in model.parameters()], reports
+
+
+def calls(reports, target, stage="forward"):
+    """How many nodes of the stage's graphs call an operator."""
+    return sum(node.target == target for r in reports for node in r.stages[stage].nodes)
+
+
+# --- what it computes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 15, 17, 197])
+@pytest.mark.parametrize("inputs", [8, 100, 384])
+def test_the_product_is_near_the_truth(dtype, rows, inputs):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(1000, inputs) / 8, torch.randn(1000)
+    x, weight = x.to(dtype), weight.to(dtype)
+    got = int8_product(x, weight, torch.ones(rows), bias, False, dtype)
+    want = x.double() @ weight.double().t() + bias.double()
+    assert got.dtype == dtype
+    assert sqnr(got, want) > 37
+    flipped = int8_product(x, weight.t().contiguous(), torch.ones(rows), bias, True, dtype)
+    assert torch.equal(flipped, got), "W as [I, O] is the same integers"
+
+
+def test_the_product_is_its_operators_definitions_bit_for_bit():
+    torch.manual_seed(0)
+    x, weight = torch.randn(197, 100), torch.randn(60, 100)
+    ones, bias = torch.ones(197), torch.randn(60)
+    rows, outputs = (reference.quantize_rows(t, 8, True, False) for t in (x, weight))
+    args = (rows[0], outputs[0], rows[1], outputs[1], ones, bias, torch.float32)
+    want = reference.scaled_int_mm(*args)
+    assert torch.equal(int8_product(x, weight, ones, bias, False, torch.float32), want)
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(0, 16), (16, 0), (0, 0)])
+def test_of_nothing_the_product_is_empty(rows, outputs):
+    got = int8_product(torch.ones(rows, 32), torch.ones(outputs, 32), None, None, False, torch.half)
+    assert got.shape == (rows, outputs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(value):
+    x, weight = torch.randn(5, 64), torch.randn(7, 64)
+    x[2, 3], weight[4, 1] = value, value
+    got = int8_product(x, weight, None, None, False, torch.float32)
+    assert not got[2].isfinite().any()
+    assert not got[:, 4].isfinite().any()
+    rest = got[[0, 1, 3, 4]][:, [0, 1, 2, 3, 5, 6]]
+    assert rest.isfinite().all()
+
+
+@pytest.mark.parametrize("channel", [lambda x: x * 100, lambda x: x + 100])
+def test_an_outlying_channel_is_spread_over_sixteen(channel):
+    torch.manual_seed(0)
+    x, weight = torch.randn(512, 384), torch.randn(256, 384)
+    x[:, 5] = channel(x[:, 5])
+    scale = x.abs().amax(1, keepdim=True) / 127
+    rows_alone = (torch.round(x / scale) * scale) @ weight.t()
+    want = x @ weight.t()
+    got = int8_product(x, weight, None, None, False, torch.float32)
+    assert sqnr(got, want) > sqnr(rows_alone, want) + 8
+
+
+# --- which layers
+
+
+def test_exact_by_default():
+    one = site()
+    assert plan([one], HotConfig(), {one.device: VNNI}).forwards == ()
+    assert HotConfig.from_options({"recipe": "int8-forward"}).forward == "int8"
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "says"),
+    [
+        ({"refusal": "no reason"}, {}, "no reason"),
+        ({"head": True}, {}, "classifier head"),
+        ({"first": True, "gx": False}, {}, "first layer"),
+        ({"outputs": 8}, {}, "low-rank factor or head by shape"),
+        ({"name": "q.lora_A.default"}, {}, "low-rank factor"),
+        ({"lead": (0, 197)}, {}, "empty batch"),
+        ({"lead": (4,)}, {}, "it would pay from"),
+        ({}, {"exclude": "*.fc1"}, "in exclude"),
+        ({}, {"include": "*.fc2"}, "not in include"),
+        ({}, {"override": {"*.fc1": "exact"}}, "chosen by override"),
+        ({}, {"min_gain": 100}, "no number of rows would change that"),
+        ({}, {"rates": {"integer": 1e9}}, "not worth it"),
+    ],
+)
+def test_what_stays_exact_says_why(facts, options, says):
+    decision = choose(site(**facts), **options)
+    assert not decision.int8
+    assert says in decision.reason
+
+
+def test_the_device_decides():
+    assert choose(site()).predicted_gain > 3
+    assert not choose(site(), RATES["cpu"]).int8, "without VNNI nothing pays"
+    assert choose(site(), "no compiler").reason == "no compiler"
+
+
+@pytest.mark.parametrize("options", [{"recipe": "exact"}, {"override": {"*": "int8"}}, {}])
+def test_the_forward_is_a_decision_of_its_own(options):
+    assert choose(site(), **options).int8
+    assert choose(site(gw=False), **options).int8, "a frozen weight's, too"
+
+
+def test_a_measured_output_is_held_to_the_budget():
+    assert choose(site(), layer=measured(0.01)).reason == "LQS: output error 0.01"
+    over = choose(site(), layer=measured(0.3))
+    assert not over.int8
+    assert over.reason == "output error 0.3 over budget 0.05"
+    assert choose(site(), layer=measured(0.3), forward_budget=0.5).int8
+    assert choose(site(), layer=measured(0.3), forward_budget=None).int8
+
+
+def test_a_plan_goes_through_json_and_counts_as_another_choice():
+    one, prices = site(), {site().device: VNNI}
+    exact, ours = (
+        plan([one], HotConfig.from_options({"forward": way}), prices) for way in ("exact", "int8")
+    )
+    assert Plan.from_json(json.loads(json.dumps(ours.to_json()))) == ours
+    old = {key: value for key, value in exact.to_json().items() if key != "forwards"}
+    assert Plan.from_json(old) == exact
+    assert exact.choice != ours.choice
+
+
+# --- in a graph
+
+
+def test_gradients_pass_straight_through():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 48), torch.randn(33, 64, requires_grad=True)
+    y, (g_w, g_b), reports = step(layer, x, options=EXACT_BACKWARD)
+    assert calls(reports, PRODUCT) == 1
+    want = int8_product(
+        x.detach(), layer.weight.detach(), torch.ones(33), layer.bias.detach(), False, y.dtype
+    )
+    assert torch.equal(y, want), "the bias is added in the epilogue"
+    g_y = 2 * y / y.numel()
+    torch.testing.assert_close(g_w, g_y.t() @ x.detach())
+    torch.testing.assert_close(g_b, g_y.sum(0))
+    torch.testing.assert_close(x.grad, g_y @ layer.weight.detach())
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_block_trains_nearly_as_exact_and_holds_no_more(autocast, bias, lower):
+    torch.manual_seed(0)
+    model, x = Block(bias=bias), torch.randn(16, 17, 64)
+    args = {"autocast": autocast, "lower": lower}
+    y, gradients, reports = step(model, x, options=ALWAYS, **args)
+    default = step(model, x, options={**ALWAYS, "forward": "exact"}, **args)
+    assert calls(reports, PRODUCT) == 2
+    assert calls(default[2], PRODUCT) == 0
+    assert reports[0].held_bytes == default[2][0].held_bytes
+    assert sqnr(y, default[0]) > 38
+    for mine, theirs in zip(gradients, default[1], strict=True):
+        assert sqnr(mine, theirs) > 25
+
+
+@pytest.mark.slow
+def test_lowered_it_is_the_same():
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(5, 3, 64)
+    (y, *_), (lowered, *_) = (step(model, x, options=ALWAYS, lower=low) for low in (False, True))
+    torch.testing.assert_close(lowered, y, rtol=1e-3, atol=1e-3)
+
+
+class Shared(nn.Module):
+    """q, k and v of one x, as separate layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.cat([part(x) for part in self.parts])
+
+
+def test_what_several_layers_read_is_quantised_once():
+    *_, reports = step(Shared(), torch.randn(32, 64), options=ALWAYS)
+    assert calls(reports, PRODUCT) == 3
+    assert calls(reports, QUANTISE) == 4, "x, and three weights"
+    assert calls(reports, "aten.full.default") == 1
+
+
+class Added(nn.Module):
+    """addmm of a matrix, and W as [I, O]."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x):
+        return torch.addmm(x, self.norm(x), self.weight)
+
+
+def test_any_addend_and_layout_is_taken():
+    model, x = Added(), torch.randn(32, 64)
+    y, (*_, g_w), reports = step(model, x, options=EXACT_BACKWARD)
+    assert calls(reports, PRODUCT) == 1
+    assert sqnr(y, model(x).detach()) > 40
+    assert g_w.isfinite().all()
+
+
+def test_dynamic_rows():
+    model = Block()
+    options = {**ALWAYS, "recipe": "exact"}
+    run = torch.compile(
+        model, dynamic=True, backend=partial(hot, options=options, inner_compile=run_uncompiled)
+    )
+    for rows in (40, 33, 17):
+        x = torch.randn(rows, 64)
+        y = run(x)
+        y.sum().backward()
+        assert 38 < sqnr(y.detach(), model(x).detach()) < 80
+
+
+def test_without_a_backward_nothing_changes():
+    model, x = Block(), torch.randn(32, 64)
+    run = torch.compile(model, backend=partial(hot, options=ALWAYS, inner_compile=run_uncompiled))
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x))
+    model.requires_grad_(False)
+    torch.testing.assert_close(run(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", ["hot", "exact"])
+def test_a_checkpointed_region_is_computed_again_as_it_was(recipe):
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(32, 8, 64, requires_grad=True)
+    options = {**ALWAYS, "recipe": recipe, "memory": "off"}
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = model
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    y, gradients, reports = step(Checkpointed(), x, options=options)
+    plain = step(model, x, options=options)
+    assert torch.equal(y, plain[0])
+    assert calls(reports, PRODUCT) == 2
+    again = calls(reports, PRODUCT, "backward") - calls(plain[2], PRODUCT, "backward")
+    *_, exact = step(Checkpointed(), x, options={**options, "forward": "exact"})
+    assert again == calls(exact, "aten.addmm.default", "backward") > 0
+    assert reports[0].held_bytes < plain[2][0].held_bytes
+    for mine, theirs in zip(gradients, plain[1], strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_first_layer_stays_exact_but_not_one_that_reads_activations():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(32, 64)
+    *_, reports = step(model, x, options=ALWAYS)
+    assert [f.int8 for f in reports[0].plan.forwards] == [False, True]
+    *_, reports = step(model, x.requires_grad_(), options=ALWAYS)
+    assert [f.int8 for f in reports[0].plan.forwards] == [True, True], "as in a block of a model"
+
+
+def test_patches_of_an_image_are_an_input():
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(48, 64)
+
+        def forward(self, x):
+            x = x.unflatten(2, (4, 4)).unflatten(4, (4, 4)).permute(0, 2, 4, 1, 3, 5)
+            return self.layer(x.reshape(x.shape[0], 16, 48))
+
+    *_, reports = step(Patches(), torch.randn(8, 3, 16, 16), options=ALWAYS)
+    assert "first layer" in reports[0].plan.forwards[0].reason
+
+
+def test_a_layer_that_cannot_be_built_stays_exact(monkeypatch):
+    build = rewriting.int8_product
+
+    def fails(x, weight, *args):
+        if weight.shape[0] == 128:
+            raise RuntimeError("no")
+        return build(x, weight, *args)
+
+    monkeypatch.setattr(rewriting, "int8_product", fails)
+    model, x = Block(), torch.randn(32, 64)
+    y, gradients, reports = step(model, x, options=ALWAYS)
+    first, second = reports[0].plan.forwards
+    assert first.reason == "could not be rewritten: RuntimeError: no"
+    assert (first.int8, second.int8) == (False, True)
+    assert calls(reports, PRODUCT) == 1
+    assert sqnr(y, model(x).detach()) > 40
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_explain_shows_each_layer_and_why():
+    *_, reports = step(Block(), torch.randn(32, 64), options=ALWAYS | {"exclude": "fc2"})
+    text = str(Explanation(tuple(reports)))
+    assert "forward: 1 of 2 products on INT8" in text
+    assert "in exclude=['fc2']" in text
+    *_, reports = step(Block(), torch.randn(32, 64), options=ALWAYS | {"forward": "exact"})
+    assert "forward:" not in str(Explanation(tuple(reports)))
+
+
+# --- measured
+
+
+def test_an_error_is_of_what_varies_over_the_rows():
+    torch.manual_seed(0)
+    x, weight = torch.randn(256, 128), torch.randn(64, 128)
+    plain, _ = forward_measure(x, weight)
+    offset, _ = forward_measure(x + 50 * (torch.arange(128) == 5), weight)
+    constant, cosine = forward_measure(torch.ones(256, 128), weight)
+    assert plain < 0.012
+    assert offset > 2 * plain
+    assert constant < 0.012
+    assert cosine > 0.999
+
+
+def test_calibration_measures_outputs_and_files_keep_them():
+    collector, layer = Collector(8), Layer("fc1", 48, 64, "float32", None)
+    for _ in range(2):
+        collector(layer, torch.randn(32, 48), torch.randn(48, 64), torch.randn(32, 64))
+    collector(
+        Layer("frozen", 48, 64, "float32", None), torch.randn(32, 48), None, torch.randn(32, 64)
+    )
+    collector.flush()
+    profile = collector.profile()
+    assert 0.001 < profile.layers["fc1"].forward.error < 0.02
+    assert profile.layers["frozen"].forward is None
+    data = json.loads(json.dumps(profile.to_json()))
+    assert Profile.from_json(data) == profile
+    for layer in data["layers"].values():
+        del layer["forward"]
+    assert Profile.from_json({**data, "version": 2}).layers["fc1"].forward is None
+
+
+def test_a_monitor_tries_an_exact_forward_first():
+    config = HotConfig.from_options({"forward": "int8"})
+    monitor = Monitor(budget=0.1)
+    found = {"fc1": {"weight.grad": Quality(0.5, 0.9)}}
+    rungs = []
+    for n in range(4):
+        assert monitor.tell(n, found, config)
+        config = monitor.applied(HotConfig.from_options({"forward": "int8"}), ["fc1.weight"])
+        rungs.append((config.forward, config.memory_bits, str(config.memory)))
+    assert rungs[:3] == [("exact", 6, "all"), ("exact", 8, "all"), ("exact", 6, "off")]
+    assert "*" in monitor.demoted
