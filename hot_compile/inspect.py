@@ -93,7 +93,7 @@ class Explanation:
         table = PlainTable(title, "layer", "forward", "gain", "why", right={"gain"})
         for forward in self.plan.forwards:
             gain = f"{forward.predicted_gain:.2f}x" if forward.int8 else ""
-            table.add(forward.site, "int8" if forward.int8 else "exact", gain, forward.reason)
+            table.add(forward.site, forward.way, gain, forward.reason)
         return table
 
     def _stored_bytes(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from .passes.measure.profile import LayerProfile, Profile
 from .tables import PlainTable
 
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)
-_SIDES = ("grad_input", "grad_weight")
+_SIDES = ("grad_input", "grad_weight", "forward")
 
 
 @app.command()
@@ -80,13 +80,12 @@ def _variants(profile: Profile, side: str) -> list[str]:
 def _errors_table(profile: Profile) -> PlainTable:
     """Relative errors: g_x by width and granule, g_w by strategy."""
     columns = [(side, name) for side in _SIDES for name in _variants(profile, side)]
-    short = {"grad_input": "g_x", "grad_weight": "g_w"}
+    short = {"grad_input": "g_x", "grad_weight": "g_w", "forward": "y"}
     headers = [f"{short[side]} {name}" for side, name in columns]
     title = "relative error of gradients, and of y by an 8-bit forward"
-    table = _table(title, "layer", "L x O x I", *headers, "y int8")
+    table = _table(title, "layer", "L x O x I", *headers)
     for name, layer in profile.layers.items():
         measures = [getattr(layer, side).get(variant) for side, variant in columns]
-        measures.append(layer.forward)
         errors = ["" if m is None else f"{m.error:.3g}" for m in measures]
         table.add(name, f"{layer.rows} x {layer.outputs} x {layer.inputs}", *errors)
     return table
@@ -127,8 +126,6 @@ def _figures(layer: LayerProfile | None) -> Iterator[tuple[str, Any]]:
         for name, measure in getattr(layer, side).items():
             for key, value in vars(measure).items():
                 yield f"{side} {name} {key}", value
-    for key, value in vars(layer.forward).items() if layer.forward else ():
-        yield f"forward {key}", value
 
 
 def _changes(

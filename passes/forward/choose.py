@@ -9,9 +9,14 @@ import dataclasses
 
 from hot_compile.config import HotConfig
 from hot_compile.passes.cost.linear import Rates, Shape
-from hot_compile.passes.forward.product import Price
-from hot_compile.passes.measure.profile import LayerProfile
+from hot_compile.passes.forward.product import Form, Price
+from hot_compile.passes.graph import CASTS, VIEWS, is_pointwise, strip
+from hot_compile.passes.measure.profile import PLAIN, ROTATED, LayerProfile
 from hot_compile.passes.site import Site, SiteNodes, hint
+from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
+
+_AS_GOOD = 1.25
+"""Rotation buys nothing where the error without it is at most this many times as large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +28,13 @@ class ForwardDecision:
     reason: str
     predicted_gain: float = 1.0
     """Times faster than exact the product is predicted to be."""
+    rotated: bool = True
+    """If on INT8: of operands transformed along I, in blocks of 16."""
+
+    @property
+    def way(self) -> str:
+        """In a word or two, for tables."""
+        return ("int8" if self.rotated else "int8, not rotated") if self.int8 else "exact"
 
 
 def choose_forward(
@@ -44,12 +56,15 @@ def choose_forward(
     if problem:
         return ForwardDecision(site.name, False, problem)
     assert isinstance(rates, Rates)
-    price = _price(site, rates)
+    price = _price(site, rates, rotated=True)
+    if _needs_no_rotation(site, layer):
+        price = max(price, _price(site, rates, rotated=False), key=Price.gain)
     gain = round(price.gain(), 3)
     if gain < config.min_gain:
         reason = f"not worth it: predicted {gain:.2f}x exact; {_would_pay(price, config.min_gain)}"
         return ForwardDecision(site.name, False, reason, gain)
-    return ForwardDecision(site.name, True, _measured(layer), gain)
+    rotated = price.form.rotated
+    return ForwardDecision(site.name, True, _measured(layer, rotated), gain, rotated)
 
 
 def _not_ours(site: Site) -> str | None:
@@ -66,10 +81,19 @@ def _not_ours(site: Site) -> str | None:
 
 
 def _over_budget(config: HotConfig, layer: LayerProfile | None) -> str | None:
-    budget = config.forward_budget
-    if layer is None or layer.forward is None or budget is None or layer.forward.error <= budget:
+    measured, budget = layer.forward.get(ROTATED) if layer else None, config.forward_budget
+    if measured is None or budget is None or measured.error <= budget:
         return None
-    return f"output error {layer.forward.error:.2g} over budget {budget:g}"
+    return f"output error {measured.error:.2g} over budget {budget:g}"
+
+
+def _needs_no_rotation(site: Site, layer: LayerProfile | None) -> bool:
+    """It was measured to buy nothing. On trust every layer is rotated: outliers are common."""
+    if layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
+        return False
+    if not isinstance(site.inputs, int) or site.inputs % CONTRACT_ALIGN:
+        return False  # what the product's operands are padded to
+    return layer.forward[PLAIN].error <= _AS_GOOD * layer.forward[ROTATED].error
 
 
 def _would_pay(price: Price, least: float) -> str:
@@ -79,15 +103,15 @@ def _would_pay(price: Price, least: float) -> str:
     return f"it would pay from {rows} rows on"
 
 
-def _measured(layer: LayerProfile | None) -> str:
-    if layer is None or layer.forward is None:
-        return ""
-    return f"LQS: output error {layer.forward.error:.2g}"
+def _measured(layer: LayerProfile | None, rotated: bool) -> str:
+    measured = layer.forward.get(ROTATED if rotated else PLAIN) if layer else None
+    return "" if measured is None else f"LQS: output error {measured.error:.2g}"
 
 
-def _price(site: Site, rates: Rates) -> Price:
+def _price(site: Site, rates: Rates, rotated: bool) -> Price:
     rows, outputs, inputs = map(hint, (site.rows, site.outputs, site.inputs))
     shape = Shape(rows, outputs, inputs, site.dtype.itemsize)
-    dtype = str(site.dtype).removeprefix("torch.")
-    assert isinstance(site.nodes, SiteNodes)
-    return Price(rates, dtype, shape, site.nodes.weight_is_io)
+    dtype, nodes = str(site.dtype).removeprefix("torch."), site.nodes
+    assert isinstance(nodes, SiteNodes)
+    fused = not rotated and is_pointwise(strip(nodes.x, VIEWS | CASTS))
+    return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused))

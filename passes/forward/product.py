@@ -26,8 +26,24 @@ from hot_compile.passes.cost.linear import (
 )
 from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
 
-hot = torch.ops.hot
+aten, hot, prims = torch.ops.aten, torch.ops.hot, torch.ops.prims
 _BITS = 8
+_QMAX = 127.0
+_TINY = 2.0**-116
+"""The least absmax of a row that its scale is taken from, so that no reciprocal overflows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How one layer's operands are quantised."""
+
+    rotated: bool = True
+    """Both are transformed along I in blocks of 16 before, by operators of the runtime. Else plain
+    operators round them as they are, which Inductor fuses into the kernel that makes x."""
+    weight_is_io: bool = False
+    """W comes as [I, O]."""
+    fused: bool = False
+    """Not rotated, and there is such a kernel: x need not be read for it."""
 
 
 def int8_product(
@@ -35,36 +51,69 @@ def int8_product(
     weight: Tensor,
     ones: Tensor | None,
     bias: Tensor | None,
-    weight_is_io: bool,
+    form: Form,
     dtype: torch.dtype,
 ) -> Tensor:
     """x W^T [L, O] of ``dtype`` from integers: a scale per row of x and per output of W.
 
-    Both operands are transformed along I in blocks of 16 (HT16, which cancels in the product) and
-    rounded to nearest: an outlier of one channel is spread over 16 (docs/adr/0018). A row of x with
-    inf or NaN gives a row of NaN, an output of W with one a column of NaN.
+    Rounded to nearest. ``form.rotated`` spreads an outlier of one channel over 16 (HT16, which
+    cancels in the product: docs/adr/0018). A row of x with inf or NaN gives a row without a finite
+    value, an output of W with one a column.
 
     Args:
-        x: [L, I]. weight: [O, I], or [I, O] with ``weight_is_io``.
+        x: [L, I]. weight: [O, I], or [I, O] with ``form.weight_is_io``.
         ones, bias: fp32 [L] of ones and [O], added in the product's epilogue; both or neither.
     """
-    x_q, x_scale = hot.quantize_rows.default(x, _BITS, True, False)
-    if weight_is_io:
-        args = (weight, HADAMARD_ORDER, 1, _BITS, True, False)
-        w_q, w_scale, _ = hot.quantize_columns.default(*args)
-    else:
-        w_q, w_scale = hot.quantize_rows.default(weight, _BITS, True, False)
+    quantised = _rotated(x, weight, form) if form.rotated else _plain(x, weight, form)
+    (x_q, x_scale), (w_q, w_scale) = quantised
     return hot.scaled_int_mm.default(x_q, w_q, x_scale, w_scale, ones, bias, dtype)
 
 
+Rows = tuple[Tensor, Tensor]
+"""Integers [rows, I], contiguous, and fp32 scales [rows]."""
+
+
+def _rotated(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
+    rows = hot.quantize_rows.default(x, _BITS, True, False)
+    if not form.weight_is_io:
+        return rows, hot.quantize_rows.default(weight, _BITS, True, False)
+    args = (weight, HADAMARD_ORDER, 1, _BITS, True, False)
+    q, scale, _ = hot.quantize_columns.default(*args)
+    return rows, (q, scale)
+
+
+def _plain(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
+    if not form.weight_is_io:
+        return _plain_rows(x), _plain_rows(weight)
+    q, scale = _plain_rows(aten.permute.default(weight, [1, 0]))
+    return _plain_rows(x), (aten.clone.default(q, memory_format=torch.contiguous_format), scale)
+
+
+def _plain_rows(x: Tensor) -> Rows:
+    """What ``hot::quantize_rows`` does but for the transform and for padding."""
+    values = prims.convert_element_type.default(x, torch.float32)
+    size = aten.amax.default(aten.abs.default(values), [1], True)
+    size = aten.clamp_min.default(size, _TINY)
+    factor = aten.mul.Tensor(aten.reciprocal.default(size), _QMAX)
+    rounded = aten.round.default(aten.mul.Tensor(values, factor))
+    scale = aten.squeeze.dim(aten.mul.Tensor(size, 1 / _QMAX), 1)
+    return prims.convert_element_type.default(rounded, torch.int8), scale
+
+
 @cache
-def forward_cost(weight_is_io: bool) -> Cost:
+def forward_cost(form: Form) -> Cost:
     """All that ``int8_product`` does."""
     bill: list[Cost] = []
-    weight = Sized(bill, I, O) if weight_is_io else Sized(bill, O, I)
-    args: Any = (Sized(bill, L, I), weight, None, None, weight_is_io, torch.float32)
-    int8_product(*args)
-    return sum(bill, Cost())
+    x, weight = Sized(bill, L, I), Sized(bill, O, I)
+    if form.rotated:
+        given = Sized(bill, I, O) if form.weight_is_io else weight
+        args: Any = (x, given, None, None, form, torch.float32)
+        int8_product(*args)
+        return sum(bill, Cost())
+    read = weight.bytes if form.fused else x.bytes + weight.bytes
+    written = x.values + weight.values
+    product = Cost(int_ops=2 * L * O * I, results=L * O, calls=2)
+    return product + Cost(bytes=read + written, calls=int(not form.fused))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +123,12 @@ class Price:
     rates: Rates
     dtype: str
     shape: Shape
-    weight_is_io: bool
+    form: Form
 
     def gain(self, rows: int | None = None) -> float:
         """How many times faster than exact the product is predicted to be, of so many rows."""
         shape = self.shape if rows is None else dataclasses.replace(self.shape, rows=rows)
-        ours = seconds(forward_cost(self.weight_is_io), self.rates, self.dtype)
+        ours = seconds(forward_cost(self.form), self.rates, self.dtype)
         return at(seconds(exact_cost(1), self.rates, self.dtype), shape) / at(ours, shape)
 
     def rows_that_pay(self, least: float) -> int | None:

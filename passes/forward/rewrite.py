@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.emit import Emitter, node_of
 from hot_compile.passes.forward.choose import ForwardDecision
-from hot_compile.passes.forward.product import int8_product
+from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.graph import aten
 from hot_compile.passes.site import Site, SiteNodes
 
@@ -46,7 +46,8 @@ def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDec
     assert isinstance(site.nodes, SiteNodes)
     old = site.nodes.forward
     try:
-        new = _product(_Forward(graph, old, old), site.nodes)
+        form = Form(decision.rotated, site.nodes.weight_is_io)
+        new = _product(_Forward(graph, old, old), site.nodes, form)
         if new.meta["val"].shape != old.meta["val"].shape:
             raise ValueError(f"{new.meta['val'].shape} in the place of {old.meta['val'].shape}")
     except Exception as error:  # what was built so far is used by nobody
@@ -58,7 +59,7 @@ def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDec
     return decision
 
 
-def _product(emit: Emitter, nodes: SiteNodes) -> fx.Node:
+def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
     """What takes the place of the forward's mm or addmm."""
     old = nodes.forward
     dtype = old.meta["val"].dtype
@@ -71,7 +72,7 @@ def _product(emit: Emitter, nodes: SiteNodes) -> fx.Node:
         ones = emit.traced(emit(aten.full.default, [rows], 1.0, dtype=torch.float32, device=device))
         bias = emit.traced(emit.cast(addend, torch.float32))
     x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
-    new = node_of(int8_product(x, weight, ones, bias, nodes.weight_is_io, dtype))
+    new = node_of(int8_product(x, weight, ones, bias, form, dtype))
     return new if addend is None or in_epilogue else emit(aten.add.Tensor, new, addend)
 
 

@@ -124,7 +124,7 @@ class Plan:
     def choice(self) -> tuple[tuple[object, ...], ...]:
         """What was chosen, without the reasons: equal where the code comes out the same."""
         layers = tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
-        forwards = tuple((f.site, f.int8) for f in self.forwards)
+        forwards = tuple((f.site, f.way) for f in self.forwards)
         return layers + forwards + tuple((h.name, h.way) for h in self.heads)
 
     def to_json(self) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from hot_compile.config import HotConfig
 from hot_compile.inspect import Explanation, run_uncompiled
 from hot_compile.observing.collector import Collector
 from hot_compile.observing.monitor import Monitor, Quality
-from hot_compile.passes.cost.devices import RATES
+from hot_compile.passes.cost.devices import RATES, cuda_rates
+from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward import rewrite as rewriting
-from hot_compile.passes.forward.product import int8_product
+from hot_compile.passes.forward.product import Form, Price, int8_product
 from hot_compile.passes.layers.plan import Plan, plan
-from hot_compile.passes.measure.linear import forward_measure
+from hot_compile.passes.measure.linear import forward_measures
 from hot_compile.passes.measure.observe import Layer
-from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile
+from hot_compile.passes.measure.profile import PLAIN, ROTATED, LayerProfile, Measure, Profile
 from hot_compile.passes.site import Site, SiteNodes
 from hot_compile.runtime import reference
 from hot_compile.testing import hot_step, sqnr
@@ -44,8 +45,11 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
-def site(lead=(32, 197), gx=True, gw=True, refusal=None, **facts):
-    node = fx.Graph().placeholder("x")
+def site(
+    lead=(32, 197), gx=True, gw=True, refusal=None, made_by=torch.ops.aten.add.Tensor, **facts
+):
+    graph = fx.Graph()
+    node = graph.call_function(made_by, (graph.placeholder("x"),))
     products = (node if gx else None, node if gw else None)
     rows = lead[0] * (lead[1] if len(lead) > 1 else 1)
     base = {
@@ -71,9 +75,10 @@ def choose(one, device_rates=VNNI, layer=None, **options):
     return plan([one], config, {one.device: device_rates}, profile).forwards[0]
 
 
-def measured(error):
-    """A layer whose output was measured this far off."""
-    return LayerProfile(3072, 768, 6304, "float32", 2, {}, {}, None, None, {}, Measure(error, 1))
+def measured(rotated, plain=1.0):
+    """A layer whose output was measured this far off, rotated and as it is."""
+    forward = {ROTATED: Measure(rotated, 1), PLAIN: Measure(plain, 1)}
+    return LayerProfile(3072, 768, 6304, "float32", 2, {}, {}, None, None, {}, forward)
 
 
 def step(model, *inputs, autocast=None, **keywords):
@@ -101,16 +106,17 @@ def calls(reports, target, stage="forward"):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 15, 17, 197])
-@pytest.mark.parametrize("inputs", [8, 100, 384])
-def test_the_product_is_near_the_truth(dtype, rows, inputs):
+@pytest.mark.parametrize(("inputs", "rotated"), [(8, True), (100, True), (384, True), (384, False)])
+def test_the_product_is_near_the_truth(dtype, rows, inputs, rotated):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, inputs), torch.randn(1000, inputs) / 8, torch.randn(1000)
     x, weight = x.to(dtype), weight.to(dtype)
-    got = int8_product(x, weight, torch.ones(rows), bias, False, dtype)
+    got = int8_product(x, weight, torch.ones(rows), bias, Form(rotated), dtype)
     want = x.double() @ weight.double().t() + bias.double()
     assert got.dtype == dtype
     assert sqnr(got, want) > 37
-    flipped = int8_product(x, weight.t().contiguous(), torch.ones(rows), bias, True, dtype)
+    args = (x, weight.t().contiguous(), torch.ones(rows), bias, Form(rotated, weight_is_io=True))
+    flipped = int8_product(*args, dtype)
     assert torch.equal(flipped, got), "W as [I, O] is the same integers"
 
 
@@ -121,20 +127,22 @@ def test_the_product_is_its_operators_definitions_bit_for_bit():
     rows, outputs = (reference.quantize_rows(t, 8, True, False) for t in (x, weight))
     args = (rows[0], outputs[0], rows[1], outputs[1], ones, bias, torch.float32)
     want = reference.scaled_int_mm(*args)
-    assert torch.equal(int8_product(x, weight, ones, bias, False, torch.float32), want)
+    assert torch.equal(int8_product(x, weight, ones, bias, Form(), torch.float32), want)
 
 
 @pytest.mark.parametrize(("rows", "outputs"), [(0, 16), (16, 0), (0, 0)])
 def test_of_nothing_the_product_is_empty(rows, outputs):
-    got = int8_product(torch.ones(rows, 32), torch.ones(outputs, 32), None, None, False, torch.half)
+    args = (torch.ones(rows, 32), torch.ones(outputs, 32), None, None)
+    got = int8_product(*args, Form(), torch.half)
     assert got.shape == (rows, outputs)
 
 
+@pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(value):
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(value, rotated):
     x, weight = torch.randn(5, 64), torch.randn(7, 64)
     x[2, 3], weight[4, 1] = value, value
-    got = int8_product(x, weight, None, None, False, torch.float32)
+    got = int8_product(x, weight, None, None, Form(rotated), torch.float32)
     assert not got[2].isfinite().any()
     assert not got[:, 4].isfinite().any()
     rest = got[[0, 1, 3, 4]][:, [0, 1, 2, 3, 5, 6]]
@@ -146,11 +154,10 @@ def test_an_outlying_channel_is_spread_over_sixteen(channel):
     torch.manual_seed(0)
     x, weight = torch.randn(512, 384), torch.randn(256, 384)
     x[:, 5] = channel(x[:, 5])
-    scale = x.abs().amax(1, keepdim=True) / 127
-    rows_alone = (torch.round(x / scale) * scale) @ weight.t()
     want = x @ weight.t()
-    got = int8_product(x, weight, None, None, False, torch.float32)
-    assert sqnr(got, want) > sqnr(rows_alone, want) + 8
+    args = (x, weight, None, None)
+    rotated, plain = (int8_product(*args, Form(way), torch.float32) for way in (True, False))
+    assert sqnr(rotated, want) > sqnr(plain, want) + 8
 
 
 # --- which layers
@@ -206,6 +213,26 @@ def test_a_measured_output_is_held_to_the_budget():
     assert choose(site(), layer=measured(0.3), forward_budget=None).int8
 
 
+def test_a_layer_is_rotated_unless_that_was_measured_to_buy_nothing():
+    assert choose(site()).rotated
+    assert choose(site(), layer=measured(0.010, 0.013)).rotated
+    plain = choose(site(), layer=measured(0.010, 0.012))
+    assert not plain.rotated
+    assert plain.reason == "LQS: output error 0.012"
+    assert choose(site(inputs=100), layer=measured(0.010, 0.010)).rotated, "it wants padding"
+    alone = site(made_by=torch.ops.aten.bmm.default)
+    assert choose(alone, layer=measured(0.010, 0.012)).rotated, "no kernel to fuse it into"
+
+
+def test_what_the_producer_quantises_is_not_read_for_it():
+    shape = Shape(25216, 2304, 768, 2)
+    rates = cuda_rates((9, 0), tf32=False)
+    forms = (Form(), Form(rotated=False), Form(rotated=False, fused=True))
+    gains = [Price(rates, "bfloat16", shape, form).gain() for form in forms]
+    assert gains == sorted(gains)
+    assert gains[2] > 1.05 * gains[1]
+
+
 def test_a_plan_goes_through_json_and_counts_as_another_choice():
     one, prices = site(), {site().device: VNNI}
     exact, ours = (
@@ -226,7 +253,7 @@ def test_gradients_pass_straight_through():
     y, (g_w, g_b), reports = step(layer, x, options=EXACT_BACKWARD)
     assert calls(reports, PRODUCT) == 1
     want = int8_product(
-        x.detach(), layer.weight.detach(), torch.ones(33), layer.bias.detach(), False, y.dtype
+        x.detach(), layer.weight.detach(), torch.ones(33), layer.bias.detach(), Form(), y.dtype
     )
     assert torch.equal(y, want), "the bias is added in the epilogue"
     g_y = 2 * y / y.numel()
@@ -258,6 +285,18 @@ def test_lowered_it_is_the_same():
     model, x = Block(), torch.randn(5, 3, 64)
     (y, *_), (lowered, *_) = (step(model, x, options=ALWAYS, lower=low) for low in (False, True))
     torch.testing.assert_close(lowered, y, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_operands_that_need_no_rotation_are_left_to_inductor(lower, monkeypatch):
+    monkeypatch.setattr(rewriting, "Form", lambda rotated, weight_is_io: Form(False, weight_is_io))
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(16, 17, 64)
+    y, gradients, reports = step(model, x, options=ALWAYS, lower=lower)
+    assert calls(reports, PRODUCT) == 2
+    assert calls(reports, QUANTISE) == 0
+    assert sqnr(y, model(x).detach()) > 38
+    assert all(g.isfinite().all() for g in gradients)
 
 
 class Shared(nn.Module):
@@ -404,13 +443,14 @@ def test_explain_shows_each_layer_and_why():
 def test_an_error_is_of_what_varies_over_the_rows():
     torch.manual_seed(0)
     x, weight = torch.randn(256, 128), torch.randn(64, 128)
-    plain, _ = forward_measure(x, weight)
-    offset, _ = forward_measure(x + 50 * (torch.arange(128) == 5), weight)
-    constant, cosine = forward_measure(torch.ones(256, 128), weight)
-    assert plain < 0.012
-    assert offset > 2 * plain
-    assert constant < 0.012
-    assert cosine > 0.999
+    usual, offset, constant = (
+        {variant: float(error) for variant, (error, _) in forward_measures(t, weight).items()}
+        for t in (x, x + 50 * (torch.arange(128) == 5), torch.ones(256, 128))
+    )
+    assert max(*usual.values(), *constant.values()) < 0.012
+    assert offset[ROTATED] > 2 * usual[ROTATED]
+    assert offset[PLAIN] > 2 * offset[ROTATED]
+    assert forward_measures(x[:, :100], weight[:, :100]).keys() == {ROTATED}
 
 
 def test_calibration_measures_outputs_and_files_keep_them():
@@ -422,13 +462,13 @@ def test_calibration_measures_outputs_and_files_keep_them():
     )
     collector.flush()
     profile = collector.profile()
-    assert 0.001 < profile.layers["fc1"].forward.error < 0.02
-    assert profile.layers["frozen"].forward is None
+    assert 0.001 < profile.layers["fc1"].forward[ROTATED].error < 0.02
+    assert profile.layers["frozen"].forward == {}
     data = json.loads(json.dumps(profile.to_json()))
     assert Profile.from_json(data) == profile
     for layer in data["layers"].values():
         del layer["forward"]
-    assert Profile.from_json({**data, "version": 2}).layers["fc1"].forward is None
+    assert Profile.from_json({**data, "version": 2}).layers["fc1"].forward == {}
 
 
 def test_a_monitor_tries_an_exact_forward_first():
