@@ -45,7 +45,13 @@ from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
-from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
+from hot_compile.passes.unmet import (
+    idle_forward,
+    idle_globs,
+    idle_overrides,
+    tell,
+    unmet_budget,
+)
 
 log = logging.getLogger("hot_compile")
 
@@ -142,8 +148,10 @@ def _warn_of_plan(joint: Joint) -> int:
     asked = joint.context.asked or joint.context.config
     globs = list(idle_globs(joint.sites, asked))
     overrides = list(idle_overrides(joint.sites, asked, joint.plan))
-    tell(globs + overrides)
-    return len(globs + overrides)
+    forward = list(idle_forward(joint.sites, joint.plan))
+    told = globs + overrides + forward
+    tell(told)
+    return len(told)
 
 
 def _rewrite(joint: Joint) -> int:

@@ -1,6 +1,7 @@
 """The optional 8-bit forward: which layers take it and why, what it computes, what it leaves."""
 
 import json
+import warnings
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
 from hot_compile.config import HotConfig
+from hot_compile.errors import OptionWarning
 from hot_compile.inspect import Explanation, run_uncompiled
 from hot_compile.observing.collector import Collector
 from hot_compile.observing.monitor import Monitor, Quality
@@ -299,6 +301,14 @@ def test_operands_that_need_no_rotation_are_left_to_inductor(lower, monkeypatch)
     assert all(g.isfinite().all() for g in gradients)
 
 
+@pytest.mark.parametrize("recipe", ["int8", "fast", "paper", "luq"])
+def test_it_goes_with_every_recipe(recipe):
+    model, x = Block(), torch.randn(16, 17, 64)
+    *_, gradients, reports = step(model, x, options={**ALWAYS, "recipe": recipe, "lqs": "off"})
+    assert [forward.way for forward in reports[0].plan.forwards] == ["int8", "int8"]
+    assert all(g.isfinite().all() for g in gradients)
+
+
 class Shared(nn.Module):
     """q, k and v of one x, as separate layers."""
 
@@ -426,6 +436,17 @@ def test_a_layer_that_cannot_be_built_stays_exact(monkeypatch):
     assert calls(reports, PRODUCT) == 1
     assert sqnr(y, model(x).detach()) > 40
     assert all(g.isfinite().all() for g in gradients)
+
+
+def test_an_option_without_effect_is_told():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), torch.randn(32, 64)
+    with pytest.warns(
+        OptionWarning, match="forward='int8' changes nothing .*'0', '2': first layer"
+    ):
+        step(model, x, options={"forward": "int8"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OptionWarning)
+        step(Block(), x, options=ALWAYS)
 
 
 def test_explain_shows_each_layer_and_why():
