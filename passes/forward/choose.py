@@ -52,6 +52,8 @@ def choose_forward(
         layer: what calibration measured of it, if it did.
     """
     problem = _not_ours(site) or (rates if isinstance(rates, str) else left_alone)
+    if site.scores and config.keep_head:
+        problem = problem or "a softmax reads it: a head or a router"
     problem = problem or _over_budget(config, layer)
     if problem:
         return ForwardDecision(site.name, False, problem)

@@ -164,6 +164,7 @@ class _Context:
             head=_is_head(forward),
             refusal=refusal,
             nodes=None if refusal else nodes,
+            scores=reaches(forward, VIEWS | CASTS, _normalises),
             first=nodes.grad_input is None and self._is_input(nodes.x),
         )
 
@@ -284,6 +285,14 @@ def _lead(x: fx.Node) -> tuple[Any, ...]:
 def _is_head(forward: fx.Node) -> bool:
     """The layer's output leaves the graph or enters the loss through views and casts only."""
     return reaches(forward, VIEWS | CASTS, lambda user: user.op == "output" or user.target in _LOSS)
+
+
+def _normalises(user: fx.Node) -> bool:
+    """A softmax begins here, whole or in parts."""
+    if user.target in _LOSS:
+        return True
+    shifts = (n for n in user.users if n.target is aten.sub.Tensor and n.args[1] is user)
+    return user.target is aten.amax.default and any(shifts)
 
 
 def _mark_heads(sites: list[Site]) -> list[Site]:

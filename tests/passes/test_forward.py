@@ -176,6 +176,7 @@ def test_exact_by_default():
     [
         ({"refusal": "no reason"}, {}, "no reason"),
         ({"head": True}, {}, "classifier head"),
+        ({"scores": True}, {}, "a softmax reads it"),
         ({"first": True, "gx": False}, {}, "first layer"),
         ({"outputs": 8}, {}, "low-rank factor or head by shape"),
         ({"name": "q.lora_A.default"}, {}, "low-rank factor"),
@@ -403,6 +404,24 @@ def test_a_first_layer_stays_exact_but_not_one_that_reads_activations():
     assert [f.int8 for f in reports[0].plan.forwards] == [False, True]
     *_, reports = step(model, x.requires_grad_(), options=ALWAYS)
     assert [f.int8 for f in reports[0].plan.forwards] == [True, True], "as in a block of a model"
+
+
+@pytest.mark.parametrize("scores", [F.cross_entropy, lambda x, y: x.softmax(1).square().mean()])
+def test_heads_and_routers_stay_exact_wherever_the_loss_is(scores):
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = Block(), nn.Linear(64, 96)
+
+        def forward(self, x, y):
+            with torch.autocast("cpu", torch.bfloat16):
+                return scores(self.head(self.block(x)).flatten(0, 1), y)
+
+    model, y = Scored(), torch.randint(0, 96, (32,))
+    for keep_head, ways in ((True, ["int8", "int8", "exact"]), (False, ["int8"] * 3)):
+        options = {**ALWAYS, "keep_head": keep_head}
+        *_, reports = step(model, torch.randn(4, 8, 64), y, options=options)
+        assert [forward.way for forward in reports[0].plan.forwards] == ways
 
 
 def test_patches_of_an_image_are_an_input():
