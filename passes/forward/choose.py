@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import fx
+
 from hot_compile.config import HotConfig
 from hot_compile.passes.cost.linear import Rates, Shape
 from hot_compile.passes.forward.product import Form, Price
@@ -98,6 +100,15 @@ def _needs_no_rotation(site: Site, layer: LayerProfile | None) -> bool:
     return layer.forward[PLAIN].error <= _AS_GOOD * layer.forward[ROTATED].error
 
 
+def _fuses(x: fx.Node, rates: Rates) -> bool:
+    """Inductor quantises x in the kernel that makes it, at no cost but writing.
+
+    Not on a CPU, where such a kernel computes x twice, for its absmax and for its integers: behind
+    a GELU that takes longer than reading x again (docs/adr/0018).
+    """
+    return rates.asynchronous and is_pointwise(strip(x, VIEWS | CASTS))
+
+
 def _would_pay(price: Price, least: float) -> str:
     rows = price.rows_that_pay(least)
     if rows is None:
@@ -115,5 +126,5 @@ def _price(site: Site, rates: Rates, rotated: bool) -> Price:
     shape = Shape(rows, outputs, inputs, site.dtype.itemsize)
     dtype, nodes = str(site.dtype).removeprefix("torch."), site.nodes
     assert isinstance(nodes, SiteNodes)
-    fused = not rotated and is_pointwise(strip(nodes.x, VIEWS | CASTS))
+    fused = not rotated and _fuses(nodes.x, rates)
     return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused))

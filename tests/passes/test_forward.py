@@ -217,14 +217,16 @@ def test_a_measured_output_is_held_to_the_budget():
 
 
 def test_a_layer_is_rotated_unless_that_was_measured_to_buy_nothing():
-    assert choose(site()).rotated
-    assert choose(site(), layer=measured(0.010, 0.013)).rotated
-    plain = choose(site(), layer=measured(0.010, 0.012))
+    rates, as_good = cuda_rates((9, 0), tf32=False), measured(0.010, 0.012)
+    assert choose(site(), rates).rotated
+    assert choose(site(), rates, measured(0.010, 0.013)).rotated
+    plain = choose(site(), rates, as_good)
     assert not plain.rotated
     assert plain.reason == "LQS: output error 0.012"
-    assert choose(site(inputs=100), layer=measured(0.010, 0.010)).rotated, "it wants padding"
+    assert choose(site(inputs=1000), rates, as_good).rotated, "it wants padding"
     alone = site(made_by=torch.ops.aten.bmm.default)
-    assert choose(alone, layer=measured(0.010, 0.012)).rotated, "no kernel to fuse it into"
+    assert choose(alone, rates, as_good).rotated, "no kernel to fuse it into"
+    assert choose(site(), VNNI, as_good).rotated, "fused kernels compute x twice on a CPU"
 
 
 def test_what_the_producer_quantises_is_not_read_for_it():
