@@ -16,6 +16,7 @@ from hot_compile.errors import OptionWarning
 from hot_compile.inspect import Explanation, run_uncompiled
 from hot_compile.observing.collector import Collector
 from hot_compile.observing.monitor import Monitor, Quality
+from hot_compile.page import page_data
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward import rewrite as rewriting
@@ -475,6 +476,7 @@ def test_explain_shows_each_layer_and_why():
     text = str(Explanation(tuple(reports)))
     assert "forward: 1 of 2 products on INT8" in text
     assert "in exclude=['fc2']" in text
+    assert [row["way"] for row in page_data(reports)["forwards"]] == ["int8", "exact"]
     *_, reports = step(Block(), torch.randn(32, 64), options=ALWAYS | {"forward": "exact"})
     assert "forward:" not in str(Explanation(tuple(reports)))
 
