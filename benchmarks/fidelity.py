@@ -64,12 +64,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hot, memory as in the paper": {"recipe": "hot", "memory": "paper"},
     "paper, no ABC": {**PER_TOKEN, "recompute": True},
     **{f"paper, r={rank}": {**PER_TOKEN, "rank": rank} for rank in (16, 8, 4, 2, 1)},
+    "8-bit forward": {"recipe": "int8-forward"},
     "LoRA factors": {"recipe": "paper", "exclude": ["*.base_layer"], "override": LOW_RANK},
     "LoRA frozen": {"recipe": "paper"},
     "LoRA both": {"recipe": "paper", "override": LOW_RANK},
 }
 """Options by the name that tables show. Every layer is rewritten, whether or not it pays; tensors
-that no layer reads are left alone, except in "hot, memory", the default of ``hot``, and its kin.
+that no layer reads are left alone, except in "hot, memory", the default of ``hot``, and its kin
+("8-bit forward" among them).
 """
 MAIN = tuple(RECIPES)[:13]
 _STORED = ("hot, memory in 8 bits", "hot, memory as in the paper")
@@ -88,7 +90,7 @@ IMPORTANCE = (
     *("exact", "hot, memory", "hot", "fast", "LoRA both", "LoRA frozen"),
     *("luq", "int4-naive", "lbp-wht", "paper, r=4", "paper, r=2", "paper, r=1", *_STORED),
     *("LoRA factors", "paper", "fast, budget 0.5", "fast, on trust", "paper, r=8", "paper, r=16"),
-    *("paper+lqs", "hot+lqs", "paper, no ABC", "int8"),
+    *("paper+lqs", "hot+lqs", "paper, no ABC", "int8", "8-bit forward"),
 )
 """The order in which they are run."""
 SEEDS = 3

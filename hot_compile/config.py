@@ -158,6 +158,12 @@ class HotConfig:
     schedule: tuple[Phase, ...] = ()
     """Widths that change with the optimizer's steps: ``[{"until_step": 5000, "gx_bits": 8},
     {"gx_bits": 4}]``; each is compiled at once, none again."""
+    forward: str = "exact"
+    """"int8": layers' forward products on INT8 wherever that is predicted faster (docs/forward.md);
+    gradients pass straight through the rounding. "exact": as Inductor does them."""
+    forward_budget: float | None = 0.05
+    """With a profile: largest error of a layer's output, relative to how far that varies over the
+    rows, that an INT8 forward may have; None: whatever was measured."""
     dump: str | None = None
     """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
 
@@ -209,6 +215,8 @@ RECIPES: dict[str, HotConfig] = {
     ),
     # 8-bit everywhere: the closest to exact that is still integer.
     "int8": HotConfig(recipe="int8", strategies=_strategies("int8"), gx_bits=8, memory_bits=8),
+    # The default's backward, and layers' forward products on INT8 as well.
+    "int8-forward": HotConfig(recipe="int8-forward", forward="int8"),
     # The paper's text, verbatim: per-tensor scales, HLA(8) by LP_L1 on consecutive rows.
     "paper": HotConfig(
         recipe="paper",
@@ -423,5 +431,7 @@ _PARSERS: dict[str, Any] = {
     "lqs_rechecks": _count(0),
     "error_budget": _budget,
     "schedule": _schedule,
+    "forward": _one_of("exact", "int8"),
+    "forward_budget": _budget,
     "dump": _path,
 }

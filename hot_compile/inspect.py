@@ -41,7 +41,8 @@ class Explanation:
         decisions = (d for graph in self.graphs for d in graph.plan)
         forms = (form for graph in self.graphs for form in graph.plan.exact_forms)
         heads = (head for graph in self.graphs for head in graph.plan.heads)
-        return Plan(recipe, tuple(decisions), tuple(forms), tuple(heads))
+        forwards = (forward for graph in self.graphs for forward in graph.plan.forwards)
+        return Plan(recipe, tuple(decisions), tuple(forms), tuple(heads), tuple(forwards))
 
     @property
     def held_bytes(self) -> int:
@@ -85,6 +86,16 @@ class Explanation:
             table.add(form.layer, form.form, "yes" if form.taken else "no", form.reason)
         return table
 
+    def forwards_table(self) -> Table:
+        """With an 8-bit forward: which layers' products are on INT8, and why the others are not."""
+        taken = sum(forward.int8 for forward in self.plan.forwards)
+        title = f"forward: {taken} of {len(self.plan.forwards)} products on INT8"
+        table = PlainTable(title, "layer", "forward", "gain", "why", right={"gain"})
+        for forward in self.plan.forwards:
+            gain = f"{forward.predicted_gain:.2f}x" if forward.int8 else ""
+            table.add(forward.site, forward.way, gain, forward.reason)
+        return table
+
     def _stored_bytes(self) -> dict[str, int]:
         """By layer: bytes of compressed x that cross; a shared x counts once, as the first's."""
         stored: Counter[str] = Counter()
@@ -97,6 +108,8 @@ class Explanation:
         console = Console(width=140, record=False)
         with console.capture() as capture:
             console.print(self.table())
+            if self.plan.forwards:
+                console.print(self.forwards_table())
             if self.plan.exact_forms:
                 console.print(self.forms_table())
             if self.plan.heads:

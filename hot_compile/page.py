@@ -74,6 +74,9 @@ def page_data(
         "uncompressed": sum(c.bytes_before for c in crossing),
         "measured": {k: dataclasses.asdict(m) for k, m in (measured or {}).items()},
         "layers": [row for n, graph in enumerate(graphs) for row in _layers(n, graph, profile)],
+        "forwards": [
+            {**dataclasses.asdict(f), "way": f.way} for graph in graphs for f in graph.plan.forwards
+        ],
         "forms": [dataclasses.asdict(f) for graph in graphs for f in graph.plan.exact_forms],
         "heads": [
             {**dataclasses.asdict(h), "left_out": h.bytes_left_out}

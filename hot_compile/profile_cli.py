@@ -14,7 +14,7 @@ from .passes.measure.profile import LayerProfile, Profile
 from .tables import PlainTable
 
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)
-_SIDES = ("grad_input", "grad_weight")
+_SIDES = ("grad_input", "grad_weight", "forward")
 
 
 @app.command()
@@ -80,9 +80,10 @@ def _variants(profile: Profile, side: str) -> list[str]:
 def _errors_table(profile: Profile) -> PlainTable:
     """Relative errors: g_x by width and granule, g_w by strategy."""
     columns = [(side, name) for side in _SIDES for name in _variants(profile, side)]
-    short = {"grad_input": "g_x", "grad_weight": "g_w"}
+    short = {"grad_input": "g_x", "grad_weight": "g_w", "forward": "y"}
     headers = [f"{short[side]} {name}" for side, name in columns]
-    table = _table("relative error of gradients", "layer", "L x O x I", *headers)
+    title = "relative error of gradients, and of y by an 8-bit forward"
+    table = _table(title, "layer", "L x O x I", *headers)
     for name, layer in profile.layers.items():
         measures = [getattr(layer, side).get(variant) for side, variant in columns]
         errors = ["" if m is None else f"{m.error:.3g}" for m in measures]

@@ -27,6 +27,7 @@ from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.exact.forms import Candidate, candidates, take
+from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import GraphInputs, match
@@ -45,7 +46,13 @@ from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
-from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
+from hot_compile.passes.unmet import (
+    idle_forward,
+    idle_globs,
+    idle_overrides,
+    tell,
+    unmet_budget,
+)
 
 log = logging.getLogger("hot_compile")
 
@@ -142,14 +149,22 @@ def _warn_of_plan(joint: Joint) -> int:
     asked = joint.context.asked or joint.context.config
     globs = list(idle_globs(joint.sites, asked))
     overrides = list(idle_overrides(joint.sites, asked, joint.plan))
-    tell(globs + overrides)
-    return len(globs + overrides)
+    forward = list(idle_forward(joint.sites, joint.plan))
+    told = globs + overrides + forward
+    tell(told)
+    return len(told)
 
 
 def _rewrite(joint: Joint) -> int:
     pin = not joint.context.config.recompute
     joint.plan = rewrite(joint.graph, joint.sites, joint.plan, pin)
     return len(joint.plan.rewritten)
+
+
+def _forwards(joint: Joint) -> int:
+    forwards = rewrite_forwards(joint.graph, joint.sites, joint.plan.forwards)
+    joint.plan = dataclasses.replace(joint.plan, forwards=forwards)
+    return sum(forward.int8 for forward in forwards)
 
 
 def _exact_forms(joint: Joint) -> int:
@@ -238,6 +253,7 @@ JOINT: tuple[Step[Joint], ...] = (
     Step("plan", _plan),
     Step("warn", _warn_of_plan),
     Step("rewrite", _rewrite, changes=True),
+    Step("forwards", _forwards, changes=True),
     Step("exact_forms", _exact_forms, changes=True),
     Step("copies", _copies, changes=True),
 )

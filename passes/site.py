@@ -111,8 +111,10 @@ class Site:
     refusal: str | None = None
     nodes: SiteNodes | ConvNodes | None = dataclasses.field(default=None, compare=False, repr=False)
     conv: Convolution | None = None
+    scores: bool = False
+    """Its output enters a softmax through views and casts only: of a loss, of a router."""
     first: bool = False
-    """A convolution of the user's input: a stem or patch embedding."""
+    """It reads the user's input, for which the graph computes no gradient: a stem, an embedding."""
 
     @property
     def needs_grad_input(self) -> bool:

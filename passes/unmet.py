@@ -67,6 +67,19 @@ def idle_overrides(sites: Sequence[Site], config: HotConfig, plan: Plan) -> Iter
         )
 
 
+def idle_forward(sites: Sequence[Site], plan: Plan) -> Iterator[str]:
+    """An 8-bit forward that no layer of a graph can have, although there are some."""
+    pairs = zip(sites, plan.forwards)  # noqa: B905  (no forwards where all stay exact)
+    layers = [forward for site, forward in pairs if site.refusal is None]
+    if layers and not any(forward.int8 for forward in layers):
+        reasons = dict.fromkeys(forward.reason for forward in layers)
+        yield (
+            f"forward='int8' changes nothing in a graph of {_some([f.site for f in layers])}: "
+            f"{'; '.join(list(reasons)[:_LISTED])}. Its forward stays exact; min_gain=0 takes what "
+            "does not pay."
+        )
+
+
 def unmet_budget(
     found: Sequence[Crosser],
     chosen: Mapping[Crosser, Any],

@@ -12,6 +12,7 @@ from torch import Tensor
 from hot_compile.errors import CalibrationError
 from hot_compile.passes.measure.conv import Pairs, conv_granule_errors, conv_measures, conv_stats
 from hot_compile.passes.measure.linear import (
+    forward_measures,
     grad_input_measures,
     grad_weight_measures,
     granule_errors,
@@ -21,6 +22,7 @@ from hot_compile.passes.measure.observe import Layer, Observer
 from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile, TensorStats
 from hot_compile.passes.site import Site
 
+_SIDES = ("grad_input", "grad_weight", "forward")
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
 
@@ -56,7 +58,8 @@ class Collector(Observer):
             for name, tensor in operands.items()
             if tensor is not None
         }
-        return _figures(gx, gw, granule_errors(g, self._rank), stats)
+        y = {} if x is None or weight is None else forward_measures(x, weight)
+        return _figures(gx, gw, granule_errors(g, self._rank), stats, y)
 
     def _measure_convolution(
         self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
@@ -66,7 +69,7 @@ class Collector(Observer):
         assert x is not None
         gx, gw = conv_measures(layer.site, g, weight, x, self._rank)
         stats = conv_stats(g, weight, x, self._rank)
-        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats)
+        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats, {})
 
     def gradient(self, name: str, figures: Tensor) -> None:
         """Keep (error, cosine) of one parameter's gradient as the step has it."""
@@ -126,11 +129,15 @@ class Collector(Observer):
 
 
 def _figures(
-    gx: Pairs, gw: Pairs, granules: tuple[Tensor, Tensor], stats: dict[str, dict[str, Tensor]]
+    gx: Pairs,
+    gw: Pairs,
+    granules: tuple[Tensor, Tensor],
+    stats: dict[str, dict[str, Tensor]],
+    forward: Pairs,
 ) -> dict[str, Tensor]:
     """All that was measured of a layer in one backward, by the path of its place in a profile."""
     figures: dict[str, Tensor] = {}
-    for side, variants in (("grad_input", gx), ("grad_weight", gw)):
+    for side, variants in (("grad_input", gx), ("grad_weight", gw), ("forward", forward)):
         for variant, (error, cosine) in variants.items():
             figures[f"{side} {variant} error"] = error
             figures[f"{side} {variant} cosine"] = cosine
@@ -142,7 +149,7 @@ def _figures(
 
 def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerProfile:
     mean = {key: _rounded(statistics.fmean(row[key] for row in found)) for key in found[0]}
-    sides: dict[str, dict[str, dict[str, float]]] = {"grad_input": {}, "grad_weight": {}}
+    sides: dict[str, dict[str, dict[str, float]]] = {name: {} for name in _SIDES}
     stats: dict[str, dict[str, float]] = {}
     for key, value in mean.items():
         parts = key.split(" ")
@@ -160,6 +167,7 @@ def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerPro
         token_error=mean["token_error"],
         tensor_error=mean["tensor_error"],
         stats={key: TensorStats(**value) for key, value in stats.items()},
+        forward={key: Measure(**value) for key, value in sides["forward"].items()},
     )
 
 

@@ -37,10 +37,12 @@ log = logging.getLogger("hot_compile")
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
 _OWN = frozenset({"g_x", "g_w"})
 _FINER: Mapping[str, Mapping[str, Any]] = {
-    "in 8 bits": {"memory_bits": 8},
-    "exactly": {"memory": Memory.OFF},
+    "of an exact forward": {"forward": "exact"},
+    "in 8 bits": {"forward": "exact", "memory_bits": 8},
+    "exactly": {"forward": "exact", "memory": Memory.OFF},
 }
-"""Rungs towards exact storage: what is said of each, and the options it changes."""
+"""Rungs towards an exact forward and exact storage: what is said of each of what is stored, and the
+options it changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Monitor:
     """Watch every so many forwards of a graph."""
     budget: float | None = None
     """Make a layer exact whose g_x or g_w error exceeds this. If none does, but the whole error of
-    a layer's weight: store its graph's activations in 8 bits, then exactly, then make all layers
-    exact. None: only watch."""
+    a layer's weight: give its graph an exact forward, store its activations in 8 bits, then
+    exactly, then make all layers exact. None: only watch."""
     rotate: int = 4
     """Measure the strategies of every so many layers per watched step, all of them in turn; 1: all
     at once. Whole errors are measured each time."""
@@ -198,10 +200,12 @@ def _layer_of(parameter: str) -> str:
 
 
 def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
-    """The change would store anything more exactly."""
+    """The change would compute or store anything more exactly."""
+    if config.forward != "exact":
+        return True
     if config.memory is Memory.OFF:
         return False
-    return "memory" in change or config.memory_bits < change["memory_bits"]
+    return "memory" in change or config.memory_bits < change.get("memory_bits", 0)
 
 
 class Gauge(Observer):

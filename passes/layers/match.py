@@ -33,6 +33,7 @@ from hot_compile.passes.site import Site, SiteNodes
 _PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
+_REORDERED = VIEWS | CASTS | PADS | {aten.clone.default}
 _FLATTENING = {
     aten.view.default,
     aten.reshape.default,
@@ -163,7 +164,14 @@ class _Context:
             head=_is_head(forward),
             refusal=refusal,
             nodes=None if refusal else nodes,
+            scores=reaches(forward, VIEWS | CASTS, _normalises),
+            first=nodes.grad_input is None and self._is_input(nodes.x),
         )
+
+    def _is_input(self, x: fx.Node) -> bool:
+        """``x`` is no more than another form of what the user passes in."""
+        base = strip(x, _REORDERED)
+        return base.op == "placeholder" and base not in self.names
 
     def _weight_name(self, weight: fx.Node) -> str | None:
         name = self.names.get(strip(weight, VIEWS | CASTS))
@@ -178,8 +186,7 @@ class _Context:
             if site.nodes is not None and self.known_inputs and weight in self.activations:
                 why = "both operands are activations: left alone, as in the paper"
                 site = dataclasses.replace(site, refusal=why, nodes=None)
-            x = strip(backward.args[1], VIEWS | CASTS | PADS)  # type: ignore[arg-type]
-            first = x.op == "placeholder" and x not in self.names
+            first = self._is_input(backward.args[1])  # type: ignore[arg-type]
             name = module_path(forward) or self._weight_name(weight) or backward.name
             found.append((forward, dataclasses.replace(site, name=name, first=first)))
         return found
@@ -278,6 +285,14 @@ def _lead(x: fx.Node) -> tuple[Any, ...]:
 def _is_head(forward: fx.Node) -> bool:
     """The layer's output leaves the graph or enters the loss through views and casts only."""
     return reaches(forward, VIEWS | CASTS, lambda user: user.op == "output" or user.target in _LOSS)
+
+
+def _normalises(user: fx.Node) -> bool:
+    """A softmax begins here, whole or in parts."""
+    if user.target in _LOSS:
+        return True
+    shifts = (n for n in user.users if n.target is aten.sub.Tensor and n.args[1] is user)
+    return user.target is aten.amax.default and any(shifts)
 
 
 def _mark_heads(sites: list[Site]) -> list[Site]:

@@ -24,6 +24,7 @@ from hot_compile.passes.cost.linear import (
     rows_that_pay,
 )
 from hot_compile.passes.exact.forms import Candidate, FormDecision
+from hot_compile.passes.forward.choose import ForwardDecision, choose_forward
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.layers.plan_conv import conv_excluded, conv_numbers, conv_would_pay
 from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
@@ -102,6 +103,8 @@ class Plan:
     """Of what stays exact and has a faster form: whether it gets it."""
     heads: tuple[HeadDecision, ...] = ()
     """Products whose results only feed a loss, which go in chunks together with it."""
+    forwards: tuple[ForwardDecision, ...] = ()
+    """Whether each layer's forward product is on INT8; empty where options leave all exact."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -121,7 +124,8 @@ class Plan:
     def choice(self) -> tuple[tuple[object, ...], ...]:
         """What was chosen, without the reasons: equal where the code comes out the same."""
         layers = tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
-        return layers + tuple((h.name, h.way) for h in self.heads)
+        forwards = tuple((f.site, f.way) for f in self.forwards)
+        return layers + forwards + tuple((h.name, h.way) for h in self.heads)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -131,12 +135,14 @@ class Plan:
         ]
         forms = [dataclasses.asdict(form) for form in self.exact_forms]
         heads = [{**dataclasses.asdict(h), "shape": list(h.shape)} for h in self.heads]
+        forwards = [dataclasses.asdict(forward) for forward in self.forwards]
         return {
             "version": PLAN_VERSION,
             "recipe": self.recipe,
             "decisions": decisions,
             "exact_forms": forms,
             "heads": heads,
+            "forwards": forwards,
         }
 
     @classmethod
@@ -160,7 +166,8 @@ class Plan:
             heads = tuple(
                 HeadDecision(**{**h, "shape": tuple(h["shape"])}) for h in data.get("heads", ())
             )
-            return cls(data["recipe"], decisions, forms, heads)
+            forwards = tuple(ForwardDecision(**f) for f in data.get("forwards", ()))
+            return cls(data["recipe"], decisions, forms, heads, forwards)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
                 f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."
@@ -182,7 +189,7 @@ def plan(
     profile: Profile | None = None,
     found: Sequence[Candidate] = (),
 ) -> Plan:
-    """Choose a strategy for every Site, and which exact operators get a faster form.
+    """Choose a strategy for every Site, its forward, and which operators get a faster exact form.
 
     Args:
         sites: what ``match`` found.
@@ -203,7 +210,21 @@ def plan(
     pairs = zip(sites, decisions, strict=True)
     taken = {s.nodes.forward for s, d in pairs if s.nodes and d.strategy is not Strategy.EXACT}
     forms = (_decide_form(candidate, config, taken) for candidate in found)
-    return Plan(config.recipe, tuple(decisions), tuple(forms))
+    forwards = _forwards(sites, config, prices, layers) if config.forward == "int8" else ()
+    return Plan(config.recipe, tuple(decisions), tuple(forms), forwards=forwards)
+
+
+def _forwards(
+    sites: Sequence[Site], config: HotConfig, prices: Prices, layers: Mapping[str, LayerProfile]
+) -> tuple[ForwardDecision, ...]:
+    """Which layers' forward products are on INT8. An override to "exact" is one of both sides."""
+    decisions = []
+    for site in sites:
+        left = "chosen by override" if _override(site.name, config) is Strategy.EXACT else None
+        left = left or _excluded(site, config)
+        args = (site, config, prices[site.device], left, layers.get(site.name))
+        decisions.append(choose_forward(*args))
+    return tuple(decisions)
 
 
 def _decide_form(candidate: Candidate, config: HotConfig, rewritten: Set[fx.Node]) -> FormDecision:

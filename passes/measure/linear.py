@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import Rows, Strategy
+from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.layers.baselines import low_pass
 from hot_compile.passes.layers.strategies import STRATEGIES, How
-from hot_compile.passes.measure.profile import gw_variant, gx_variant
+from hot_compile.passes.measure.profile import PLAIN, ROTATED, gw_variant, gx_variant
 from hot_compile.runtime.reference.arithmetic import quantize, scale_of
+from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
+
+_VARIES = 1e-3
+"""Rows that differ by less of their norm are taken as one and the same."""
 
 
 def quantised_grad_input(
@@ -81,6 +86,24 @@ def grad_weight_measures(
             for per_channel in (True, False):
                 got = quantised_grad_weight(g, x, strategy, rank, length, per_channel)
                 found[gw_variant(strategy, rows, per_channel)] = compare(got, want)
+    return found
+
+
+def forward_measures(x: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """{variant: (error, cosine)} of y = x W^T on INT8, as far as y varies over the rows.
+
+    What all rows have in common, as an outlying channel with an offset gives, would hide an error
+    in what tells them apart. Where nothing does, of y itself.
+    """
+    want = x.float() @ weight.float().t()
+    common = want.mean(0)
+    varies = (want - common).norm() > _VARIES * want.norm()
+    common = torch.where(varies, common, 0.0)
+    found = {}
+    aligned = x.shape[1] % CONTRACT_ALIGN == 0  # else operands of the product want padding
+    for variant in (ROTATED, PLAIN) if aligned else (ROTATED,):
+        got = int8_product(x, weight, None, None, Form(variant == ROTATED), torch.float32)
+        found[variant] = compare(got - common, want - common)
     return found
 
 

@@ -14,10 +14,12 @@ from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.errors import ProfileFormatError, ProfileMismatchError
 from hot_compile.passes.site import Site, hint
 
-PROFILE_VERSION = 2
-_READ = (1, 2)
-"""Version 1 had no ``gradients``."""
+PROFILE_VERSION = 3
+_READ = (1, 2, 3)
+"""Version 1 had no ``gradients``, version 2 no ``forward``."""
 _FORMAT = "hot-compile profile"
+ROTATED, PLAIN = "rotated", "plain"
+"""An 8-bit forward with operands transformed along I, or as they are."""
 _LISTED = 20
 """An error about a profile of another model names this many layers."""
 
@@ -68,6 +70,9 @@ class LayerProfile:
     """The same with one scale per tensor."""
     stats: Mapping[str, TensorStats]
     """Of ``x``, ``weight`` and ``grad_output``."""
+    forward: Mapping[str, Measure] = dataclasses.field(default_factory=dict)
+    """Of y with both operands in 8 bits, as far as it varies over the rows: ``ROTATED``, ``PLAIN``.
+    Empty where the backward does not read both x and W, or the file is an old one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +247,8 @@ def _layer(entry: dict[str, Any]) -> LayerProfile:
         "grad_weight": {k: _numbers(Measure, v) for k, v in entry["grad_weight"].items()},
         "stats": {k: _numbers(TensorStats, v) for k, v in entry["stats"].items()},
     }
+    if "forward" in entry:
+        fixed["forward"] = {k: _numbers(Measure, v) for k, v in entry["forward"].items()}
     for name in ("outputs", "inputs", "rows", "batches"):
         _whole(name, entry[name])
     for name in ("token_error", "tensor_error"):

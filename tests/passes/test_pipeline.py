@@ -32,7 +32,8 @@ torch.compile(model, backend=backend)(torch.randn(64, 32)).sum().backward()
 def test_the_order_is_written_down():
     assert [s.name for s in pipeline.HEADS] == ["heads"]
     assert [s.name for s in pipeline.JOINT] == [
-        "match", "candidates", "price", "plan", "warn", "rewrite", "exact_forms", "copies"
+        "match", "candidates", "price", "plan", "warn",
+        "rewrite", "forwards", "exact_forms", "copies",
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
         "layouts", "advance", "crossers", "plan_storage", "store", "materialise"

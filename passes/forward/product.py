@@ -1,0 +1,136 @@
+"""y = x W^T on INT8: one plain function, traced into graphs, measured on tensors, and priced."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hot_compile.runtime.ops  # noqa: F401  (defines the operators)
+from hot_compile.passes.cost.linear import (
+    MOST_ROWS,
+    Cost,
+    I,
+    L,
+    O,
+    Rates,
+    Shape,
+    Sized,
+    at,
+    exact_cost,
+    first_that_pays,
+    seconds,
+)
+from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
+
+aten, hot, prims = torch.ops.aten, torch.ops.hot, torch.ops.prims
+_BITS = 8
+_QMAX = 127.0
+_TINY = 2.0**-116
+"""The least absmax of a row that its scale is taken from, so that no reciprocal overflows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How one layer's operands are quantised."""
+
+    rotated: bool = True
+    """Both are transformed along I in blocks of 16 before, by operators of the runtime. Else plain
+    operators round them as they are, which Inductor fuses into the kernel that makes x."""
+    weight_is_io: bool = False
+    """W comes as [I, O]."""
+    fused: bool = False
+    """Not rotated, and there is such a kernel: x need not be read for it."""
+
+
+def int8_product(
+    x: Tensor,
+    weight: Tensor,
+    ones: Tensor | None,
+    bias: Tensor | None,
+    form: Form,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x W^T [L, O] of ``dtype`` from integers: a scale per row of x and per output of W.
+
+    Rounded to nearest. ``form.rotated`` spreads an outlier of one channel over 16 (HT16, which
+    cancels in the product: docs/adr/0018). A row of x with inf or NaN gives a row without a finite
+    value, an output of W with one a column.
+
+    Args:
+        x: [L, I]. weight: [O, I], or [I, O] with ``form.weight_is_io``.
+        ones, bias: fp32 [L] of ones and [O], added in the product's epilogue; both or neither.
+    """
+    quantised = _rotated(x, weight, form) if form.rotated else _plain(x, weight, form)
+    (x_q, x_scale), (w_q, w_scale) = quantised
+    return hot.scaled_int_mm.default(x_q, w_q, x_scale, w_scale, ones, bias, dtype)
+
+
+Rows = tuple[Tensor, Tensor]
+"""Integers [rows, I], contiguous, and fp32 scales [rows]."""
+
+
+def _rotated(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
+    rows = hot.quantize_rows.default(x, _BITS, True, False)
+    if not form.weight_is_io:
+        return rows, hot.quantize_rows.default(weight, _BITS, True, False)
+    args = (weight, HADAMARD_ORDER, 1, _BITS, True, False)
+    q, scale, _ = hot.quantize_columns.default(*args)
+    return rows, (q, scale)
+
+
+def _plain(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
+    if not form.weight_is_io:
+        return _plain_rows(x), _plain_rows(weight)
+    q, scale = _plain_rows(aten.permute.default(weight, [1, 0]))
+    return _plain_rows(x), (aten.clone.default(q, memory_format=torch.contiguous_format), scale)
+
+
+def _plain_rows(x: Tensor) -> Rows:
+    """What ``hot::quantize_rows`` does but for the transform and for padding."""
+    values = prims.convert_element_type.default(x, torch.float32)
+    size = aten.amax.default(aten.abs.default(values), [1], True)
+    size = aten.clamp_min.default(size, _TINY)
+    factor = aten.mul.Tensor(aten.reciprocal.default(size), _QMAX)
+    rounded = aten.round.default(aten.mul.Tensor(values, factor))
+    scale = aten.squeeze.dim(aten.mul.Tensor(size, 1 / _QMAX), 1)
+    return prims.convert_element_type.default(rounded, torch.int8), scale
+
+
+@cache
+def forward_cost(form: Form) -> Cost:
+    """All that ``int8_product`` does."""
+    bill: list[Cost] = []
+    x, weight = Sized(bill, L, I), Sized(bill, O, I)
+    if form.rotated:
+        given = Sized(bill, I, O) if form.weight_is_io else weight
+        args: Any = (x, given, None, None, form, torch.float32)
+        int8_product(*args)
+        return sum(bill, Cost())
+    read = weight.bytes if form.fused else x.bytes + weight.bytes
+    written = x.values + weight.values
+    product = Cost(int_ops=2 * L * O * I, results=L * O, calls=2)
+    return product + Cost(bytes=read + written, calls=int(not form.fused))
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """One layer's forward on one device."""
+
+    rates: Rates
+    dtype: str
+    shape: Shape
+    form: Form
+
+    def gain(self, rows: int | None = None) -> float:
+        """How many times faster than exact the product is predicted to be, of so many rows."""
+        shape = self.shape if rows is None else dataclasses.replace(self.shape, rows=rows)
+        ours = seconds(forward_cost(self.form), self.rates, self.dtype)
+        return at(seconds(exact_cost(1), self.rates, self.dtype), shape) / at(ours, shape)
+
+    def rows_that_pay(self, least: float) -> int | None:
+        """From how many rows on it is ``least`` times faster; None: from none."""
+        return first_that_pays(lambda n: self.gain(n) >= least, self.shape.rows, MOST_ROWS)

@@ -1,0 +1,91 @@
+"""Plan -> INT8 products in the forward of the joint graph. Never chooses.
+
+The backward's products read the same x and W as before: gradients pass straight through what is
+rounded here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from hot_compile.passes.emit import Emitter, node_of
+from hot_compile.passes.forward.choose import ForwardDecision
+from hot_compile.passes.forward.product import Form, int8_product
+from hot_compile.passes.graph import aten
+from hot_compile.passes.site import Site, SiteNodes
+
+_CHECKPOINTED = ("recompute", "ac_graph_id")
+_RECOMPUTES = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
+
+
+def rewrite_forwards(
+    graph: fx.Graph, sites: Sequence[Site], decisions: Sequence[ForwardDecision]
+) -> tuple[ForwardDecision, ...]:
+    """Put the chosen layers' forward products on INT8, in place.
+
+    Returns the decisions as carried out: a layer whose nodes could not be built stays exact, with
+    the error as its reason.
+    """
+    by_name = {site.name: site for site in sites}
+    done = tuple(_apply(graph, by_name[d.site], d) for d in decisions)
+    if any(d.int8 for d in done):
+        graph.eliminate_dead_code()
+        graph.lint()
+    return done
+
+
+def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDecision:
+    if not decision.int8:
+        return decision
+    assert isinstance(site.nodes, SiteNodes)
+    old = site.nodes.forward
+    try:
+        form = Form(decision.rotated, site.nodes.weight_is_io)
+        new = _product(_Forward(graph, old, old), site.nodes, form)
+        if new.meta["val"].shape != old.meta["val"].shape:
+            raise ValueError(f"{new.meta['val'].shape} in the place of {old.meta['val'].shape}")
+    except Exception as error:  # what was built so far is used by nobody
+        reason = f"could not be rewritten: {type(error).__name__}: {error}"
+        return dataclasses.replace(decision, int8=False, reason=reason)
+    if "recompute" in old.meta:
+        new.meta["recompute"] = old.meta["recompute"]
+    old.replace_all_uses_with(new)
+    return decision
+
+
+def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
+    """What takes the place of the forward's mm or addmm."""
+    old = nodes.forward
+    dtype = old.meta["val"].dtype
+    addend: Any = old.args[0] if old.target is aten.addmm.default else None
+    in_epilogue = addend is not None and addend.meta["val"].dim() == 1
+    ones = bias = None
+    if in_epilogue:
+        rows = emit.size(nodes.x, 0)
+        device = old.meta["val"].device
+        ones = emit.traced(emit(aten.full.default, [rows], 1.0, dtype=torch.float32, device=device))
+        bias = emit.traced(emit.cast(addend, torch.float32))
+    x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
+    new = node_of(int8_product(x, weight, ones, bias, form, dtype))
+    return new if addend is None or in_epilogue else emit(aten.add.Tensor, new, addend)
+
+
+class _Forward(Emitter):
+    """Nodes in the place of one of the forward, in whose checkpointed region they belong.
+
+    What only serves the product is not saved where a policy saves the product.
+    """
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node ``op(*args, **kwargs)``."""
+        node = super().__call__(op, *args, **kwargs)
+        policy = self._like.meta.get("recompute")
+        marks = _CHECKPOINTED if policy in _RECOMPUTES else _CHECKPOINTED[1:]
+        node.meta |= {key: self._like.meta[key] for key in marks if key in self._like.meta}
+        return node
