@@ -29,6 +29,9 @@ _CHAIN_FUNCTIONS = {
     operator.truediv,
     operator.imul,
     operator.itruediv,
+    operator.add,
+    operator.iadd,
+    torch.add,
     torch.mul,
     torch.div,
     torch.tanh,
@@ -70,7 +73,7 @@ def detach_logits(gm: fx.GraphModule, config: HotConfig) -> tuple[fx.GraphModule
     found = []
     for place, theirs in places:
         chain = [same[node] for node in theirs]
-        x, *weights = chain[0].all_input_nodes
+        x, weights = chain[0].all_input_nodes[0], _weights(chain)
         returned[place] = _detached(chain[-1])
         if x not in returned:
             returned.append(x)
@@ -87,10 +90,16 @@ def _logits(node: Any, config: HotConfig) -> list[fx.Node]:
     chain = _chain(node, config.head_min_bytes)
     if not chain or not _feeds_loss(chain[0]):
         return []
-    x, *weights = chain[0].all_input_nodes
+    x = chain[0].all_input_nodes[0]
     value = x.meta.get("example_value")
     ours = isinstance(value, Tensor) and value.requires_grad and x.op != "placeholder"
-    return chain if ours and all(n.op == "placeholder" for n in weights) else []
+    return chain if ours and all(n.op == "placeholder" for n in _weights(chain)) else []
+
+
+def _weights(chain: list[fx.Node]) -> list[fx.Node]:
+    """What a chain reads besides the input x of its product, which comes first."""
+    read = dict.fromkeys(n for node in chain for n in node.all_input_nodes)
+    return [n for n in read if n not in chain and n is not chain[0].all_input_nodes[0]]
 
 
 def _detached(node: fx.Node) -> fx.Node:
@@ -159,10 +168,19 @@ def _chain(node: Any, least: int) -> list[fx.Node]:
     while chain[0].target not in _PRODUCTS:
         first = chain[0]
         known = first.target in (_CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS)
-        if not known or len(first.all_input_nodes) != 1:
+        read = [n for n in first.all_input_nodes if not _is_given(n)]
+        if not known or len(read) != 1:
             return []
-        chain.insert(0, first.all_input_nodes[0])
+        moved = [n for n in first.all_input_nodes if n not in read and n.op != "placeholder"]
+        chain = [read[0], *moved, *chain]
     return chain
+
+
+def _is_given(node: fx.Node) -> bool:
+    """An input of the graph, or that moved or cast, as Hugging Face's BART does with its bias."""
+    moved = node.op == "call_method" and node.target in _CHAIN_METHODS
+    sources = node.all_input_nodes if moved else [node]
+    return all(n.op == "placeholder" for n in sources)
 
 
 def _feeds_loss(product: fx.Node) -> bool:

@@ -44,7 +44,7 @@ from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
-from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unmet_budget
+from hot_compile.passes.unmet import idle_globs, idle_overrides, tell, unfit_heads, unmet_budget
 
 log = logging.getLogger("hot_compile")
 
@@ -109,7 +109,9 @@ class Joint:
 
 
 def _heads(joint: Joint) -> int:
-    joint.heads = chunk_heads(joint.graph, joint.context.config)
+    context = joint.context
+    observed = context.observation is not None
+    joint.heads = chunk_heads(joint.graph, context.config, context.pricing, observed)
     return sum(head.chunked for head in joint.heads)
 
 
@@ -139,10 +141,13 @@ def _plan(joint: Joint) -> int:
 def _warn_of_plan(joint: Joint) -> int:
     """Tell what the user's options ask of layers and cannot have."""
     asked = joint.context.asked or joint.context.config
-    globs = list(idle_globs(joint.sites, asked))
-    overrides = list(idle_overrides(joint.sites, asked, joint.plan))
-    tell(globs + overrides)
-    return len(globs + overrides)
+    texts = [
+        *idle_globs(joint.sites, asked, joint.heads),
+        *idle_overrides(joint.sites, asked, joint.plan),
+        *unfit_heads(joint.heads),
+    ]
+    tell(texts)
+    return len(texts)
 
 
 def _rewrite(joint: Joint) -> int:

@@ -32,7 +32,7 @@ from hot_compile.passes.measure.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, SiteNodes, hint
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
 NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
@@ -158,7 +158,8 @@ class Plan:
             )
             forms = tuple(FormDecision(**form) for form in data["exact_forms"])
             heads = tuple(
-                HeadDecision(**{**h, "shape": tuple(h["shape"])}) for h in data.get("heads", ())
+                HeadDecision(**{**h, "shape": tuple(h["shape"]), "by": tuple(h["by"])})
+                for h in data.get("heads", ())
             )
             return cls(data["recipe"], decisions, forms, heads)
         except (KeyError, TypeError, ValueError) as error:

@@ -278,7 +278,6 @@ def test_logits_that_are_read_otherwise_stay_with_a_reason(loss, why):
         ({"head": "off"}, "head='off'"),
         ({"recipe": "exact"}, "head='off'"),
         ({"keep_head": False}, "keep_head=False"),
-        ({"override": {"head": "int8"}}, "by override"),
         ({"exclude": "head"}, "in exclude"),
     ],
 )
