@@ -46,8 +46,8 @@ class Returned:
     """Among the graph's outputs."""
     chain: fx.GraphModule
     """(x, *inputs) -> the output, by the graph's own operations."""
-    x: int
-    """Place of x among the outputs."""
+    x: int | None
+    """Place of x among the outputs; None: it is an input of the graph, the first of ``inputs``."""
     inputs: tuple[int, ...]
     """Places among the graph's inputs of what else the chain reads."""
 
@@ -73,13 +73,15 @@ def detach_logits(gm: fx.GraphModule, config: HotConfig) -> tuple[fx.GraphModule
     found = []
     for place, theirs in places:
         chain = [same[node] for node in theirs]
-        x, weights = chain[0].all_input_nodes[0], _weights(chain)
+        read = [chain[0].all_input_nodes[0], *_weights(chain)]
         returned[place] = _detached(chain[-1])
-        if x not in returned:
-            returned.append(x)
-        module = _module(own, chain, [x, *weights])
-        inputs = tuple(given.index(n) for n in weights)
-        found.append(Returned(place, module, returned.index(x), inputs))
+        module, at = _module(own, chain, read), None
+        if read[0].op != "placeholder":
+            x = read.pop(0)
+            if x not in returned:
+                returned.append(x)
+            at = returned.index(x)
+        found.append(Returned(place, module, at, tuple(given.index(n) for n in read)))
     own.graph.output_node().args = (tuple(returned),)
     own.recompile()
     return own, found
@@ -92,7 +94,7 @@ def _logits(node: Any, config: HotConfig) -> list[fx.Node]:
         return []
     x = chain[0].all_input_nodes[0]
     value = x.meta.get("example_value")
-    ours = isinstance(value, Tensor) and value.requires_grad and x.op != "placeholder"
+    ours = isinstance(value, Tensor) and value.requires_grad
     return chain if ours and all(n.op == "placeholder" for n in _weights(chain)) else []
 
 
@@ -120,8 +122,10 @@ def tied(
     def call(*args: Any) -> Any:
         outputs = list(compiled(*args))
         for one in found:
-            x, inputs = outputs[one.x], (args[n] for n in one.inputs)
-            outputs[one.place] = _Tied.apply(one.chain, outputs[one.place], x, *inputs)
+            read = [args[n] for n in one.inputs]
+            if one.x is not None:
+                read.insert(0, outputs[one.x])
+            outputs[one.place] = _Tied.apply(one.chain, outputs[one.place], *read)
         return tuple(outputs[:count])
 
     return call

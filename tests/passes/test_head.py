@@ -337,6 +337,32 @@ def test_logits_of_the_caller_have_their_gradient(use):
     torch.testing.assert_close(result[1], Returning(ce, bias=True)(inputs())[1])
 
 
+@pytest.mark.parametrize("use", ["loss", "both"])
+def test_logits_of_a_head_that_is_a_graph_of_its_own_have_their_gradient(use):
+    """As behind a graph break, of FSDP2's blocks for one: the input of the product comes in."""
+    model, reports = Returning(ce, bias=True), Reports()
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
+    )
+
+    def head(x):
+        logits = model.head(x)
+        return ce(logits), logits
+
+    def run(function):
+        model.zero_grad()
+        loss, logits = function(model.body(inputs()).tanh())
+        total = loss if use == "loss" else loss + logits.square().mean()
+        total.backward()
+        return [total.detach(), *(p.grad for p in model.parameters())]
+
+    torch._dynamo.reset()
+    got = run(torch.compile(head, backend=backend))
+    (found,) = reports.graphs[0].plan.heads
+    assert (found.way, found.returned) == (FORWARD, True)
+    assert error(got, run(head)) < 1e-5
+
+
 class Total(Returning):
     """The scalar that the caller makes of loss and logits."""
 
