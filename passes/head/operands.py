@@ -17,6 +17,7 @@ from hot_compile.passes.head.algebra import (
     Expr,
     Term,
     Wide,
+    Window,
     joined,
 )
 from hot_compile.passes.head.sizes import Size, Symbolic, minus, plus, size_of
@@ -104,6 +105,29 @@ def _end(given: Any, usual: Size, whole: Size) -> Size:
     if place < 0:
         return max(0, whole + place) if isinstance(whole, int) else plus(whole, place)
     return min(place, whole) if isinstance(whole, int) else whole if place >= _FOREVER else place
+
+
+def selected(node: fx.Node, shape: Shape, axis: int) -> Cut:
+    """The rows that a select (or select_scatter) of a tensor of ``shape`` is about."""
+    dim, place = args_of(node)[1 if node.target is aten.select.int else 2 :][:2]
+    dim = dim % len(shape)
+    start = _end(place, 0, size_of(shape[dim]))
+    if dim == axis:
+        raise NotUnderstood("one column of the logits is read")
+    return Cut(without(shape, axis, drop=True), dim - (dim > axis), start, plus(start, 1))
+
+
+def apart(one: Window, other: Window) -> bool:
+    """Two parts of the rows that have none in common."""
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return (a.lead, a.dim) == (b.lead, b.dim) and (_before(a, b) or _before(b, a))
+    return False
+
+
+def _before(a: Cut, b: Cut) -> bool:
+    end, start = a.stop, b.start
+    return end == start or (isinstance(end, int) and isinstance(start, int) and end < start)
 
 
 def column_of(node: fx.Node) -> tuple[Expr, fx.Node]:

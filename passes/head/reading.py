@@ -38,6 +38,7 @@ from hot_compile.passes.head.operands import (
     SQUEEZES,
     NotUnderstood,
     Shape,
+    apart,
     args_of,
     column_of,
     count,
@@ -47,6 +48,7 @@ from hot_compile.passes.head.operands import (
     numel,
     rank_of,
     same_size,
+    selected,
     shape_of,
     signature,
     times,
@@ -83,8 +85,8 @@ class Reading:
         self.sizes: list[fx.Node] = []
         """Nodes that only ask how long something wide is."""
         self.form: tuple[float, bool, float] | None = None
-        self.index: Index | None = None
-        self.index_window: Window = ()
+        self.picks: list[tuple[Index, Window]] = []
+        """Of which columns one a row is picked: of all rows, or of rows that lie apart."""
         self.column: fx.Node | None = None
         """By which z is weighted in the fourth statistic."""
         self.needs_total = False
@@ -105,7 +107,7 @@ class Reading:
         if node.op == "output":
             self.returned = read
         elif node.target is aten.sym_size.int:
-            self.sizes.append(node)
+            self.sizes += [] if node in self.sizes else [node]
         elif node.users:
             self._understand(node, self.wide[read[0]])
 
@@ -171,10 +173,10 @@ class Reading:
         found = Index(signature(node), node, without(shape, like.axis))
         if numel(node) != count(found.shape):
             raise NotUnderstood("more than one column a row is picked")
-        if self.index is None:
-            self.index, self.index_window = found, like.window
-        if (self.index, self.index_window) != (found, like.window):
-            raise NotUnderstood("two different labels a row are picked")
+        if (found, like.window) not in self.picks:
+            if not all(apart(like.window, window) for _, window in self.picks):
+                raise NotUnderstood("two different labels a row are picked")
+            self.picks.append((found, like.window))
         return found
 
     # Elementwise rules
@@ -296,6 +298,20 @@ class Reading:
             raise NotUnderstood("a slice is put into something other than zeros")
         cut = cut_of(node, shape_of(node), like.axis)
         return self._widened(self.wide[source], cut)
+
+    def _select(self, node: fx.Node, like: Wide) -> Wide:
+        found = self._source(node)
+        cut = selected(node, shape_of(args_of(node)[0]), found.axis)
+        return Wide(found.terms, found.axis - (cut.dim < found.axis), (*found.window, cut))
+
+    def _select_scatter(self, node: fx.Node, like: Wide) -> Wide:
+        into, source = args_of(node)[:2]
+        if not is_zero(into) or source not in self.wide:
+            raise NotUnderstood("a row is put into something other than zeros")
+        found = self.wide[source]
+        axis = found.axis + (args_of(node)[2] % rank_of(node) <= found.axis)
+        found = self._widened(found, selected(node, shape_of(node), axis))
+        return Wide(found.terms, axis, found.window)
 
     def _pad(self, node: fx.Node, like: Wide) -> Wide:
         pads, value = list(args_of(node)[1]), args_of(node)[2] if len(args_of(node)) > 2 else 0
@@ -465,6 +481,8 @@ RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
     aten.exp.default: Reading._exp,
     aten.slice.Tensor: Reading._slice,
     aten.slice_scatter.default: Reading._slice_scatter,
+    aten.select.int: Reading._select,
+    aten.select_scatter.default: Reading._select_scatter,
     aten.constant_pad_nd.default: Reading._pad,
 }
 

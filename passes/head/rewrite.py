@@ -174,12 +174,12 @@ class _Rewrite:
         column = reading.column
         if column is not None:
             column = emit.cast(emit(aten.reshape.default, column, [-1]), torch.float32)
-        target: Any = None
-        if reading.index is not None:
-            write = RowWriter(emit, None)
-            target = write.flat(reading.index.node, reading.index.shape)
-            for cut in reversed(reading.index_window):
-                target = write.widen(target, cut)
+        write, target = RowWriter(emit, None), None
+        for index, window in reading.picks:
+            part: Any = write.flat(index.node, index.shape)
+            for cut in reversed(window):
+                part = write.widen(part, cut)
+            target = part if target is None else emit(aten.add.Tensor, target, part)
         bias = head.bias
         if bias is not None and rank_of(bias) != 1:
             bias = emit(aten.reshape.default, bias, [-1])

@@ -137,7 +137,28 @@ def gathered_first(logits):
     return (logits.logsumexp(-1) - chosen).mean()
 
 
+def by_sequence(logits):
+    """TRL's, for want of memory."""
+    found = [picked(y, t) for y, t in zip(logits, TARGET, strict=True)]
+    return -(torch.stack(found) * MASK).sum() / MASK.sum()
+
+
+def chosen_and_rejected(logits):
+    return -F.logsigmoid(ce(logits[1:], TARGET[1:]) - ce(logits[:1], TARGET[:1]))
+
+
+def in_parts(logits):
+    """A row that no loss reads, parts of parts, and a regulariser of some rows that have labels."""
+    first = F.cross_entropy(logits[1:][0][2:], TARGET[1, 2:])
+    second = F.cross_entropy(logits[1:][1][:4], TARGET[2, :4])
+    return first + second + 1e-2 * logits[1:, 1:3].logsumexp(-1).square().mean()
+
+
 TAKEN = {
+    "sequence by sequence": (lambda: Head(by_sequence), [FORWARD]),
+    "chosen and rejected": (lambda: Head(chosen_and_rejected), [BACKWARD]),
+    "parts of parts": (lambda: Head(in_parts), [BACKWARD]),
+    "last token": (lambda: Head(lambda y: F.cross_entropy(y[:, -1], TARGET[:, -1])), [FORWARD]),
     "preference": (lambda: Head(preference), [BACKWARD]),
     "policy": (lambda: Head(policy), [BACKWARD]),
     "smoothed": (lambda: Head(smoothed), [FORWARD]),
@@ -201,10 +222,6 @@ def distilled(logits):
     return F.kl_div(logits.log_softmax(-1), TEACHER.softmax(-1), reduction="batchmean")
 
 
-def by_sequence(logits):
-    return torch.stack([F.cross_entropy(y, t) for y, t in zip(logits, TARGET, strict=True)]).mean()
-
-
 REFUSED = {
     "distilled": (lambda: Head(distilled), "meet another tensor of their size"),
     "teacher's logarithms": (
@@ -217,7 +234,11 @@ REFUSED = {
     ),
     "LoRA on the head": (Adapted, r"sum of several products \(LoRA on the head"),
     "clamped": (lambda: Head(lambda y: ce(y.clamp(-1, 1))), "also read by clamp"),
-    "a sequence at a time": (lambda: Head(by_sequence), "also read by select"),
+    "one column": (lambda: Head(lambda y: ce(y) + y[..., 3].mean()), "one column of the logits"),
+    "two labels of some rows": (
+        lambda: Head(lambda y: ce(y[:, :4], TARGET[:, :4]) + ce(y[:, 3:], TARGET[:, 3:])),
+        "two different labels",
+    ),
     "pieces": (
         lambda: Head(
             lambda y: sum(ce(*both) for both in zip(y.chunk(2, 1), TARGET.chunk(2, 1), strict=True))
@@ -231,7 +252,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+QUICK = ("distilled", "LoRA on the head", "clamped", "two labels of some rows")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REFUSED]
+)
 def test_another_form_stays_exact_and_explain_says_why(name):
     make, why = REFUSED[name]
     got, heads = chunked(make(), inputs())
@@ -448,3 +474,12 @@ def test_a_head_with_a_strategy_survives_json():
     plan = reports.graphs[0].plan
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.heads[0].strategy == "int8"
+
+
+def test_a_graph_whose_only_layer_is_its_head_warns_of_nothing(recwarn):
+    warn_once.cache_clear()
+    weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    reports = Reports()
+    step(lambda x: ce(x @ weight.t()), inputs(), backend=backend(reports))
+    assert reports.graphs[0].plan.heads[0].chunked
+    assert not [w for w in recwarn if issubclass(w.category, OptionWarning)]
