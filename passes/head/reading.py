@@ -134,7 +134,7 @@ class Reading:
             raise NotUnderstood(f"the logits are also read by {_name(node)}")
         if node.target in PRODUCTS:
             raise NotUnderstood("the logits are the sum of several products (LoRA on the head?)")
-        raise NotUnderstood("the logits meet another tensor of their size")
+        raise NotUnderstood("the logits meet another tensor of their size, such as a teacher's")
 
     # Operands
 
@@ -217,7 +217,7 @@ class Reading:
     def _source(self, node: fx.Node) -> Wide:
         """The first operand of a node that is only reached through it."""
         if args_of(node)[0] not in self.wide:
-            raise NotUnderstood("the logits meet another tensor of their size")
+            raise NotUnderstood("the logits meet another tensor of their size, such as a teacher's")
         return self.wide[args_of(node)[0]]
 
     def _expand(self, node: fx.Node, like: Wide) -> Wide:
