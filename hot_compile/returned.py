@@ -29,6 +29,9 @@ _CHAIN_FUNCTIONS = {
     operator.truediv,
     operator.imul,
     operator.itruediv,
+    operator.add,
+    operator.iadd,
+    torch.add,
     torch.mul,
     torch.div,
     torch.tanh,
@@ -43,8 +46,8 @@ class Returned:
     """Among the graph's outputs."""
     chain: fx.GraphModule
     """(x, *inputs) -> the output, by the graph's own operations."""
-    x: int
-    """Place of x among the outputs."""
+    x: int | None
+    """Place of x among the outputs; None: it is an input of the graph, the first of ``inputs``."""
     inputs: tuple[int, ...]
     """Places among the graph's inputs of what else the chain reads."""
 
@@ -70,13 +73,15 @@ def detach_logits(gm: fx.GraphModule, config: HotConfig) -> tuple[fx.GraphModule
     found = []
     for place, theirs in places:
         chain = [same[node] for node in theirs]
-        x, *weights = chain[0].all_input_nodes
+        read = [chain[0].all_input_nodes[0], *_weights(chain)]
         returned[place] = _detached(chain[-1])
-        if x not in returned:
-            returned.append(x)
-        module = _module(own, chain, [x, *weights])
-        inputs = tuple(given.index(n) for n in weights)
-        found.append(Returned(place, module, returned.index(x), inputs))
+        module, at = _module(own, chain, read), None
+        if read[0].op != "placeholder":
+            x = read.pop(0)
+            if x not in returned:
+                returned.append(x)
+            at = returned.index(x)
+        found.append(Returned(place, module, at, tuple(given.index(n) for n in read)))
     own.graph.output_node().args = (tuple(returned),)
     own.recompile()
     return own, found
@@ -87,10 +92,16 @@ def _logits(node: Any, config: HotConfig) -> list[fx.Node]:
     chain = _chain(node, config.head_min_bytes)
     if not chain or not _feeds_loss(chain[0]):
         return []
-    x, *weights = chain[0].all_input_nodes
+    x = chain[0].all_input_nodes[0]
     value = x.meta.get("example_value")
-    ours = isinstance(value, Tensor) and value.requires_grad and x.op != "placeholder"
-    return chain if ours and all(n.op == "placeholder" for n in weights) else []
+    ours = isinstance(value, Tensor) and value.requires_grad
+    return chain if ours and all(n.op == "placeholder" for n in _weights(chain)) else []
+
+
+def _weights(chain: list[fx.Node]) -> list[fx.Node]:
+    """What a chain reads besides the input x of its product, which comes first."""
+    read = dict.fromkeys(n for node in chain for n in node.all_input_nodes)
+    return [n for n in read if n not in chain and n is not chain[0].all_input_nodes[0]]
 
 
 def _detached(node: fx.Node) -> fx.Node:
@@ -111,8 +122,10 @@ def tied(
     def call(*args: Any) -> Any:
         outputs = list(compiled(*args))
         for one in found:
-            x, inputs = outputs[one.x], (args[n] for n in one.inputs)
-            outputs[one.place] = _Tied.apply(one.chain, outputs[one.place], x, *inputs)
+            read = [args[n] for n in one.inputs]
+            if one.x is not None:
+                read.insert(0, outputs[one.x])
+            outputs[one.place] = _Tied.apply(one.chain, outputs[one.place], *read)
         return tuple(outputs[:count])
 
     return call
@@ -159,10 +172,19 @@ def _chain(node: Any, least: int) -> list[fx.Node]:
     while chain[0].target not in _PRODUCTS:
         first = chain[0]
         known = first.target in (_CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS)
-        if not known or len(first.all_input_nodes) != 1:
+        read = [n for n in first.all_input_nodes if not _is_given(n)]
+        if not known or len(read) != 1:
             return []
-        chain.insert(0, first.all_input_nodes[0])
+        moved = [n for n in first.all_input_nodes if n not in read and n.op != "placeholder"]
+        chain = [read[0], *moved, *chain]
     return chain
+
+
+def _is_given(node: fx.Node) -> bool:
+    """An input of the graph, or that moved or cast, as Hugging Face's BART does with its bias."""
+    moved = node.op == "call_method" and node.target in _CHAIN_METHODS
+    sources = node.all_input_nodes if moved else [node]
+    return all(n.op == "placeholder" for n in sources)
 
 
 def _feeds_loss(product: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from hot_compile.passes.graph import VIEWS, aten
+from hot_compile.passes.graph import VIEWS, aten, placeholders
 
 prims = torch.ops.prims
 _DESCRIBING = (
@@ -70,6 +70,23 @@ class Emitter:
         """Length of ``node`` along ``dim``: a number, or a node where it is symbolic."""
         length = node.meta["val"].shape[dim]
         return length if isinstance(length, int) else self(aten.sym_size.int, node, dim)
+
+    def symbol(self, symbol: Any) -> fx.Node:
+        """A node that holds a symbol of the shapes: one of the graph's inputs, or a size of one.
+
+        Raises:
+            ValueError: no input has it.
+        """
+        given = placeholders(self._graph)
+        for node in given:
+            value = node.meta["val"]
+            if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+                return node
+        for node in given:
+            for dim, length in enumerate(getattr(node.meta["val"], "shape", ())):
+                if isinstance(length, torch.SymInt) and length.node.expr == symbol:
+                    return self(aten.sym_size.int, node, dim)
+        raise ValueError(f"no input of the graph has the size {symbol}")
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """``node`` as ``dtype``."""

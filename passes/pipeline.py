@@ -51,6 +51,7 @@ from hot_compile.passes.unmet import (
     idle_globs,
     idle_overrides,
     tell,
+    unfit_heads,
     unmet_budget,
 )
 
@@ -117,7 +118,9 @@ class Joint:
 
 
 def _heads(joint: Joint) -> int:
-    joint.heads = chunk_heads(joint.graph, joint.context.config)
+    context = joint.context
+    observed = context.observation is not None
+    joint.heads = chunk_heads(joint.graph, context.config, context.pricing, observed)
     return sum(head.chunked for head in joint.heads)
 
 
@@ -147,12 +150,14 @@ def _plan(joint: Joint) -> int:
 def _warn_of_plan(joint: Joint) -> int:
     """Tell what the user's options ask of layers and cannot have."""
     asked = joint.context.asked or joint.context.config
-    globs = list(idle_globs(joint.sites, asked))
-    overrides = list(idle_overrides(joint.sites, asked, joint.plan))
-    forward = list(idle_forward(joint.sites, joint.plan))
-    told = globs + overrides + forward
-    tell(told)
-    return len(told)
+    texts = [
+        *idle_globs(joint.sites, asked, joint.heads),
+        *idle_overrides(joint.sites, asked, joint.plan),
+        *idle_forward(joint.sites, joint.plan),
+        *unfit_heads(joint.heads),
+    ]
+    tell(texts)
+    return len(texts)
 
 
 def _rewrite(joint: Joint) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.errors import OptionWarning
+from hot_compile.passes.head.plan import UNFIT, HeadDecision
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.site import Site
 from hot_compile.passes.storage.choose import plan_storage
@@ -33,11 +34,16 @@ def warn_once(text: str) -> None:
     warnings.warn(text, OptionWarning, stacklevel=3)
 
 
-def idle_globs(sites: Sequence[Site], config: HotConfig) -> Iterator[str]:
-    """Globs of include, exclude and override that match no layer of this graph."""
+def idle_globs(
+    sites: Sequence[Site], config: HotConfig, heads: Sequence[HeadDecision] = ()
+) -> Iterator[str]:
+    """Globs of include, exclude and override that match no layer of this graph.
+
+    ``heads``: those that go in chunks are no ``sites`` any more.
+    """
     overridden = tuple(glob for glob, _ in config.override)
     options = {"include": config.include, "exclude": config.exclude, "override": overridden}
-    names = [site.name for site in sites]
+    names = [site.name for site in sites] + [head.name for head in heads if head.chunked]
     for option, globs in options.items():
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in names):
@@ -78,6 +84,17 @@ def idle_forward(sites: Sequence[Site], plan: Plan) -> Iterator[str]:
             f"{'; '.join(list(reasons)[:_LISTED])}. Its forward stays exact; min_gain=0 takes what "
             "does not pay."
         )
+
+
+def unfit_heads(heads: Sequence[HeadDecision]) -> Iterator[str]:
+    """Heads that an override's strategy keeps from going in chunks, with the reason."""
+    for head in heads:
+        if head.reason.startswith(UNFIT):
+            yield (
+                f"override gives the head {head.name!r} the strategy '{head.strategy}', which "
+                f"keeps its logits ({head.logits_bytes} bytes, their gradient as many) whole: "
+                f"{head.reason.removeprefix(UNFIT)}. Choose 'int8' there to have both."
+            )
 
 
 def unmet_budget(

@@ -49,6 +49,16 @@ def model_of(name):
         "Qwen3ForCausalLM": {**GATED, "head_dim": 16},
         "Gemma2ForCausalLM": {**GATED, "head_dim": 16},
         "CohereForCausalLM": GATED,
+        "BartForConditionalGeneration": {
+            **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "use_cache": False},
+            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+            **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0},
+            **{"max_position_embeddings": 64, "decoder_start_token_id": 2},
+        },
+        "ModernBertForMaskedLM": {
+            **{**SMALL, "intermediate_size": 32, "global_attn_every_n_layers": 1},
+            **{"cls_token_id": 1, "sep_token_id": 2},
+        },
     }
     torch.manual_seed(0)
     if name == "NanoGPT":
@@ -80,7 +90,14 @@ def outcome(model, backend):
 
 
 FAST = ("GPT2LMHeadModel", "Gemma2ForCausalLM", "NanoGPT")
-SLOW = ("BertForMaskedLM", "T5ForConditionalGeneration", "Qwen3ForCausalLM", "CohereForCausalLM")
+SLOW = (
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "Qwen3ForCausalLM",
+    "CohereForCausalLM",
+    "BartForConditionalGeneration",
+    "ModernBertForMaskedLM",
+)
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])

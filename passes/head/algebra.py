@@ -16,13 +16,7 @@ from typing import Any
 
 from torch import fx
 
-
-@dataclasses.dataclass(frozen=True)
-class Symbolic:
-    """A size that is not known until run time: comparing it must add no guard."""
-
-    text: str
-    hint: int
+from hot_compile.passes.head.sizes import Size, minus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +125,16 @@ class Index:
 class Cut:
     """Some of the rows: ``start:stop`` along ``dim`` of what the rows were before, ``lead``."""
 
-    lead: tuple[int, ...]
+    lead: tuple[Size, ...]
     dim: int
-    start: int
-    stop: int
+    start: Size
+    stop: Size
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def left(self) -> tuple[Size, ...]:
         """The rows' shape afterwards."""
-        return (*self.lead[: self.dim], self.stop - self.start, *self.lead[self.dim + 1 :])
+        length = minus(self.stop, self.start)
+        return (*self.lead[: self.dim], length, *self.lead[self.dim + 1 :])
 
 
 Window = tuple[Cut, ...]

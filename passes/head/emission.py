@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
 from hot_compile.passes.head.algebra import Cut, Expr, Linear, Window
 from hot_compile.passes.head.operands import NotUnderstood, count, numel, shape_of
+from hot_compile.passes.head.sizes import as_arguments, minus
 
 Leaf = Callable[[fx.Node], fx.Node]
 _STATISTICS = {"max": 0, "lse": 1, "picked": 2, "total": 3}
@@ -48,9 +48,7 @@ class RowWriter:
         """``node`` as it is broadcast to ``shape``, flattened; [1] if it is one number."""
         node = self._leaf(node)
         if shape is not None and numel(node) not in (1, count(shape)):
-            if not all(isinstance(n, int) for n in shape):
-                raise NotUnderstood("numbers that several rows of dynamic length share")
-            node = self.emit(aten.expand.default, node, list(shape))
+            node = self.emit(aten.expand.default, node, as_arguments(self.emit, shape))
         return self.emit(aten.reshape.default, node, [-1])
 
     def widen(self, value: fx.Node | float, cut: Cut) -> fx.Node | float:
@@ -59,11 +57,14 @@ class RowWriter:
             if value == 0:
                 return value
             raise NotUnderstood("a number without a device is padded")
+        left = as_arguments(self.emit, cut.left)
         if _is_single(value):
-            value = self.emit(aten.expand.default, value, [math.prod(cut.left)])
-        value = self.emit(aten.reshape.default, value, list(cut.left))
-        pads = [0] * (2 * (len(cut.lead) - cut.dim))
-        pads[-2:] = cut.start, cut.lead[cut.dim] - cut.stop
+            value = self.emit(aten.reshape.default, value, [1] * len(left))
+            value = self.emit(aten.expand.default, value, left)
+        else:
+            value = self.emit(aten.reshape.default, value, left)
+        ends = [cut.start, minus(cut.lead[cut.dim], cut.stop)]
+        pads = [0] * (2 * (len(left) - cut.dim - 1)) + as_arguments(self.emit, ends)
         value = self.emit(aten.constant_pad_nd.default, value, pads, 0)
         return self.emit(aten.reshape.default, value, [-1])
 
@@ -131,8 +132,9 @@ class RowWriter:
             raise NotUnderstood("the gradient's size depends on the loss itself")
         value = self.emit(aten.select.int, self._statistics, 0, _STATISTICS[name])
         for cut in window:
-            value = self.emit(aten.reshape.default, value, list(cut.lead))
-            value = self.emit(aten.slice.Tensor, value, cut.dim, cut.start, cut.stop)
+            lead, ends = (as_arguments(self.emit, s) for s in (cut.lead, (cut.start, cut.stop)))
+            value = self.emit(aten.reshape.default, value, lead)
+            value = self.emit(aten.slice.Tensor, value, cut.dim, *ends)
             value = self.emit(aten.reshape.default, value, [-1])
         return value
 

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import aten, closure, is_tangent, module_path, untranspose
+from hot_compile.passes.graph import (
+    aten,
+    closure,
+    is_pointwise,
+    is_tangent,
+    module_path,
+    untranspose,
+)
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
-from hot_compile.passes.head.operands import NotUnderstood, args_of, has_size, numel, shape_of
+from hot_compile.passes.head.operands import (
+    FLAT,
+    PRODUCTS,
+    NotUnderstood,
+    args_of,
+    has_size,
+    is_one,
+    numel,
+    same_size,
+    shape_of,
+)
 from hot_compile.passes.head.reading import RULES, Reading
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.site import bytes_of, hint
 
+_PARTS = {
+    aten.select.int,
+    aten.index.Tensor,
+    aten.cat.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    operator.getitem,
+}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,6 +68,7 @@ class Head:
     """[O, I], or [I, O] when ``weight_is_io``."""
     weight_is_io: bool
     bias: fx.Node | None
+    """O numbers: the product's own, or what is added to it right behind."""
     reading: Reading
     coefficients: Coefficients
     grad_inputs: tuple[fx.Node, ...]
@@ -86,28 +115,42 @@ def find_heads(graph: fx.Graph, least: int = 0) -> list[Head | Refused]:
 
 def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterator[fx.Node]:
     for node in graph.nodes:
-        if node.target not in (aten.mm.default, aten.addmm.default) or node in gradients:
+        if node.target not in PRODUCTS or node in gradients:
             continue
         if bytes_of(node.meta["val"]) >= least and _reaches_softmax(node):
             yield node
 
 
 def _reaches_softmax(product: fx.Node) -> bool:
-    """The largest of its columns is asked for, or of something elementwise made of it."""
+    """The largest of its columns is asked for, or of something elementwise made of some of it.
+
+    That need not be something that can be left out: what cannot has a reason to tell.
+    """
     seen, stack = {product}, [product]
     while stack:
-        for user in stack.pop().users:
-            if user.target is aten.amax.default:
+        node = stack.pop()
+        for user in node.users:
+            if user.target is aten.amax.default and _reduces_columns(user, product):
                 return True
-            if user not in seen and user.target in RULES and _is_wide(user, product):
+            followed = user.target in RULES or user.target in _PARTS or is_pointwise(user)
+            if user not in seen and followed and _is_wide(user, product):
                 seen.add(user)
                 stack.append(user)
     return False
 
 
+def _reduces_columns(amax: fx.Node, product: fx.Node) -> bool:
+    """Most of the product's columns are reduced, rather than its rows or a layer's channels."""
+    shape = shape_of(args_of(amax)[0])
+    sizes = [shape[dim] for dim in args_of(amax)[1] or range(len(shape))]
+    return any(2 * hint(size) > hint(shape_of(product)[1]) for size in sizes)
+
+
 def _is_wide(node: fx.Node, product: fx.Node) -> bool:
-    """As wide as the product, or most of it."""
+    """As wide as the product, or most of it, or parts of it."""
     value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        return True
     if not isinstance(value, torch.Tensor):
         return False
     return has_size(node, shape_of(product)[1]) or 2 * numel(node) > numel(product)
@@ -117,7 +160,8 @@ def _head(product: fx.Node, name: str) -> Head:
     if product.meta["val"].dtype not in _FLOATS:
         raise NotUnderstood(f"a product of {product.meta['val'].dtype}")
     bias, x, right = _operands(product)
-    reading = Reading(product)
+    logits, bias = _with_bias(product) if bias is None else (product, bias)
+    reading = Reading(product, logits)
     base, transposed = untranspose(right)
     readers = _Readers(x, base, transposed, reading)
     return Head(
@@ -145,6 +189,25 @@ def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
     if len(shape_of(bias)) != 1:
         raise NotUnderstood("what is added to the product is not a bias")
     return bias, x, right  # type: ignore[return-value]
+
+
+def _with_bias(product: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """(the product with what is added to it right behind, that bias), as in Hugging Face's BART."""
+    node, outputs = product, shape_of(product)[1]
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target is aten.add.Tensor and not node.kwargs:
+            for bias in args_of(node):
+                if isinstance(bias, fx.Node) and _is_column(bias, outputs):
+                    return node, bias
+        if node.target not in FLAT or not same_size(shape_of(node)[-1], outputs):
+            break
+    return product, None
+
+
+def _is_column(node: fx.Node, outputs: Any) -> bool:
+    shape = shape_of(node)
+    return bool(shape) and same_size(shape[-1], outputs) and all(map(is_one, shape[:-1]))
 
 
 class _Readers:

@@ -17,6 +17,7 @@ from hot_compile.passes.head.algebra import Expr
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head
 from hot_compile.passes.head.operands import NotUnderstood, numel, shape_of
+from hot_compile.passes.head.sizes import as_arguments, size_of
 
 _KEEPING = VIEWS | CASTS | {aten.neg.default, aten.clone.default}
 _PLACING = {aten.select_scatter.default, aten.slice_scatter.default}
@@ -149,13 +150,10 @@ def as_result(
     found = write(expr, window)
     if not isinstance(found, fx.Node):
         found = emit(aten.full.default, [1], found, dtype=torch.float32, device=value.device)
-    sizes: list[Any] = [n if isinstance(n, int) else -1 for n in value.shape]
+    sizes = as_arguments(emit, map(size_of, value.shape))
     if numel(found) != numel(node):
-        if -1 in sizes:
-            raise NotUnderstood("one number for rows of a dynamic length")
-        found = emit(aten.expand.default, found, [numel(node)])
-    if sizes.count(-1) > 1:
-        sizes = [emit.size(node, d) if n == -1 else n for d, n in enumerate(sizes)]
+        found = emit(aten.reshape.default, found, [1] * len(sizes))
+        return emit.cast(emit(aten.expand.default, found, sizes), value.dtype)
     return emit.cast(emit(aten.reshape.default, found, sizes), value.dtype)
 
 

@@ -15,19 +15,23 @@ from hot_compile.passes.head.algebra import (
     Basis,
     Cut,
     Expr,
-    Symbolic,
     Term,
     Wide,
+    Window,
     joined,
 )
+from hot_compile.passes.head.sizes import Size, Symbolic, minus, plus, size_of
 from hot_compile.passes.site import hint
 
 Shape = tuple[Any, ...]
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
 COPIES = CASTS | {aten.alias.default, aten.clone.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default}
 FLAT = RESHAPES | SQUEEZES | COPIES
 """They keep the order in which rows are counted."""
+_FOREVER = 2**62
+"""A slice that ends here or later ends with what it slices."""
 
 
 class NotUnderstood(Exception):
@@ -79,14 +83,51 @@ def cut_of(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
     given, usual = args_of(node)[first:], [0, None, None, 1]
     dim, start, stop, step = list(given) + usual[len(given) :]
     dim = dim % len(shape)
-    start, stop = start or 0, shape[dim] if stop is None else stop
-    if start == 0 and (stop is shape[dim] or (isinstance(stop, int) and stop >= 2**62)):
+    whole = size_of(shape[dim])
+    start, stop = _end(start, 0, whole), _end(stop, whole, whole)
+    if (start, stop) == (0, whole):
         return None
-    if dim == axis or step != 1 or not all(isinstance(n, int) for n in (*shape, start, stop)):
-        raise NotUnderstood("some of the vocabulary is cut off, or rows of a dynamic length")
-    start, stop, _ = slice(start, stop).indices(shape[dim])
-    lead = without(shape, axis, drop=True)
-    return Cut(lead, dim - (dim > axis), start, stop)
+    if dim == axis:
+        raise NotUnderstood("some of the vocabulary is cut off")
+    left = size_of(shape_of(node if first == 1 else args_of(node)[1])[dim])
+    if step != 1 or minus(stop, start) != left:
+        raise NotUnderstood("rows are picked whose number is not known")
+    return Cut(without(shape, axis, drop=True), dim - (dim > axis), start, stop)
+
+
+def _end(given: Any, usual: Size, whole: Size) -> Size:
+    """Where a slice begins or ends, from the first of ``whole`` on; beyond it is its end."""
+    if given is None:
+        return usual
+    place = size_of(given)
+    if not isinstance(place, int):
+        return place
+    if place < 0:
+        return max(0, whole + place) if isinstance(whole, int) else plus(whole, place)
+    return min(place, whole) if isinstance(whole, int) else whole if place >= _FOREVER else place
+
+
+def selected(node: fx.Node, shape: Shape, axis: int) -> Cut:
+    """The rows that a select (or select_scatter) of a tensor of ``shape`` is about."""
+    dim, place = args_of(node)[1 if node.target is aten.select.int else 2 :][:2]
+    dim = dim % len(shape)
+    start = _end(place, 0, size_of(shape[dim]))
+    if dim == axis:
+        raise NotUnderstood("one column of the logits is read")
+    return Cut(without(shape, axis, drop=True), dim - (dim > axis), start, plus(start, 1))
+
+
+def apart(one: Window, other: Window) -> bool:
+    """Two parts of the rows that have none in common."""
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return (a.lead, a.dim) == (b.lead, b.dim) and (_before(a, b) or _before(b, a))
+    return False
+
+
+def _before(a: Cut, b: Cut) -> bool:
+    end, start = a.stop, b.start
+    return end == start or (isinstance(end, int) and isinstance(start, int) and end < start)
 
 
 def column_of(node: fx.Node) -> tuple[Expr, fx.Node]:
@@ -142,7 +183,7 @@ def rank_of(node: Any) -> int:
 
 def without(shape: Sequence[Any], axis: int, drop: bool = False) -> Shape:
     """``shape`` with 1 (or nothing) in the place of ``axis``; what is symbolic as ``Symbolic``."""
-    known = [n if isinstance(n, int) else Symbolic(str(n), hint(n)) for n in shape]
+    known = [size_of(n) for n in shape]
     return (*known[:axis], *(() if drop else (1,)), *known[axis + 1 :])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import torch
@@ -11,6 +12,7 @@ from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.linear import ScalarTangent
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
+from hot_compile.passes.head.quantised import EXACT, By, by, problem
 from hot_compile.passes.site import bytes_of, hint
 from hot_compile.runtime.head.products import chunk_columns, chunk_rows
 
@@ -35,6 +37,8 @@ class HeadDecision:
     """What exists of either at a time."""
     returned: bool
     """The caller gets the logits, so they are written once for that."""
+    by: By = EXACT
+    """How its gradients' products are computed: exactly, unless ``override`` says otherwise."""
 
     @property
     def chunked(self) -> bool:
@@ -48,10 +52,20 @@ class HeadDecision:
             return 0
         return (1 if self.returned else 2) * self.logits_bytes - self.chunk_bytes
 
+    @property
+    def strategy(self) -> Strategy:
+        """By which its gradients' products are computed."""
+        return Strategy(self.by[0])
 
-def plan_head(found: Head | Refused, config: HotConfig) -> HeadDecision:
+
+Pricing = Callable[[torch.device], object]
+"""A device's rates, or as text the reason why nothing can run there."""
+
+
+def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
     """Choose for one head whether and how it goes in chunks."""
-    way, reason = _choice(found, config)
+    strategy = _override(found.name, config)
+    way, reason = _choice(found, config, strategy, pricing)
     rows, outputs = found.value.shape
     x = found.product.args[0 if len(found.product.args) == 2 else 1]
     inputs, itemsize = shape_of(x)[1], found.value.dtype.itemsize
@@ -64,23 +78,45 @@ def plan_head(found: Head | Refused, config: HotConfig) -> HeadDecision:
         logits_bytes=bytes_of(found.value),
         chunk_bytes=_chunk_bytes(found, hint(rows), hint(outputs), hint(inputs), itemsize, way),
         returned=isinstance(found, Head) and bool(found.returned),
+        by=by(strategy, config),
     )
 
 
-def _choice(found: Head | Refused, config: HotConfig) -> tuple[str, str]:
+def _override(name: str, config: HotConfig) -> Strategy:
+    return next((s for glob, s in config.override[::-1] if fnmatchcase(name, glob)), Strategy.EXACT)
+
+
+def _choice(
+    found: Head | Refused, config: HotConfig, strategy: Strategy, pricing: Pricing
+) -> tuple[str, str]:
     if config.head == "off":
         return OFF, "head='off'"
     if not config.keep_head:
         return OFF, "keep_head=False: the head's products are a layer's as any other"
-    forced = [s for glob, s in config.override if fnmatchcase(found.name, glob)]
-    if forced and forced[-1] is not Strategy.EXACT:
-        return OFF, f"its products are {forced[-1]} by override"
-    if any(fnmatchcase(found.name, glob) for glob in config.exclude):
+    forced = strategy is not Strategy.EXACT
+    if not forced and any(fnmatchcase(found.name, glob) for glob in config.exclude):
         return OFF, f"in exclude={list(config.exclude)}"
     if isinstance(found, Refused):
         return OFF, found.reason
     if not all(isinstance(n, int) for n in found.value.shape[1:]):
         return OFF, "a vocabulary of symbolic size"
+    if forced and (unfit := _unfit(found, config, strategy, pricing)):
+        return OFF, f"{UNFIT}{unfit}"
+    own = f"; its gradients' products are {strategy} by override" if forced else ""
+    way, reason = _way(found)
+    return way, reason + own
+
+
+UNFIT = "its products are a layer's by override: "
+
+
+def _unfit(found: Head, config: HotConfig, strategy: Strategy, pricing: Pricing) -> str | None:
+    """Why the strategy cannot work on chunks of this head."""
+    rates = pricing(found.value.device)
+    return rates if isinstance(rates, str) else problem(strategy, config)
+
+
+def _way(found: Head) -> tuple[str, str]:
     try:
         ScalarTangent(found)
     except NotUnderstood as why:

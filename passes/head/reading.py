@@ -33,10 +33,12 @@ from hot_compile.passes.head.algebra import (
 from hot_compile.passes.head.operands import (
     COPIES,
     FLAT,
+    PRODUCTS,
     RESHAPES,
     SQUEEZES,
     NotUnderstood,
     Shape,
+    apart,
     args_of,
     column_of,
     count,
@@ -46,11 +48,13 @@ from hot_compile.passes.head.operands import (
     numel,
     rank_of,
     same_size,
+    selected,
     shape_of,
     signature,
     times,
     without,
 )
+from hot_compile.passes.head.sizes import minus, size_of
 from hot_compile.passes.site import hint
 
 _ADDS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
@@ -59,12 +63,18 @@ _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 
 
 class Reading:
-    """What becomes of the product ``y`` [L, O]; made by following it through its graph."""
+    """What becomes of the product ``y`` [L, O]; made by following it through its graph.
 
-    def __init__(self, product: fx.Node) -> None:
+    Args:
+        product: of the graph.
+        logits: y as it is read, its columns last: the product, or that with a bias.
+    """
+
+    def __init__(self, product: fx.Node, logits: fx.Node) -> None:
         self.product = product
         self.rows, self.outputs = shape_of(product)
-        self.wide: dict[fx.Node, Wide] = {product: Wide((Term(Basis("y"), ONE),), 1)}
+        y = Wide((Term(Basis("y"), ONE),), rank_of(logits) - 1)
+        self.wide: dict[fx.Node, Wide] = {logits: y}
         self.results: dict[fx.Node, Expr] = {}
         """Row quantities that are read off the logits, and what they are."""
         self.windows: dict[fx.Node, Window] = {}
@@ -72,9 +82,11 @@ class Reading:
         self.readers: dict[fx.Node, Wide] = {}
         """Products and column sums that read the gradient of y."""
         self.returned: list[fx.Node] = []
+        self.sizes: list[fx.Node] = []
+        """Nodes that only ask how long something wide is."""
         self.form: tuple[float, bool, float] | None = None
-        self.index: Index | None = None
-        self.index_window: Window = ()
+        self.picks: list[tuple[Index, Window]] = []
+        """Of which columns one a row is picked: of all rows, or of rows that lie apart."""
         self.column: fx.Node | None = None
         """By which z is weighted in the fourth statistic."""
         self.needs_total = False
@@ -94,12 +106,14 @@ class Reading:
             return
         if node.op == "output":
             self.returned = read
+        elif node.target is aten.sym_size.int:
+            self.sizes += [] if node in self.sizes else [node]
         elif node.users:
             self._understand(node, self.wide[read[0]])
 
     def _understand(self, node: fx.Node, like: Wide) -> None:
         """Note what ``node`` is; ``like``: one of the wide tensors it reads."""
-        if node.target in (aten.mm.default, aten.addmm.default):
+        if node.target in PRODUCTS:
             self.readers[node] = like
             return
         self.windows[node] = like.window
@@ -114,10 +128,13 @@ class Reading:
     def _wide(self, node: fx.Node, like: Wide) -> Wide:
         """``node``, which is as wide as the logits, its columns and rows as those of ``like``."""
         rule = RULES.get(node.target)
-        if rule is None:
-            name = getattr(node.target, "__name__", str(node.target))
-            raise NotUnderstood(f"the logits are also read by {name}")
-        return rule(self, node, like)
+        if rule is not None:
+            return rule(self, node, like)
+        if any(n in self.wide for n in node.all_input_nodes):
+            raise NotUnderstood(f"the logits are also read by {_name(node)}")
+        if node.target in PRODUCTS:
+            raise NotUnderstood("the logits are the sum of several products (LoRA on the head?)")
+        raise NotUnderstood("the logits meet another tensor of their size, such as a teacher's")
 
     # Operands
 
@@ -156,10 +173,10 @@ class Reading:
         found = Index(signature(node), node, without(shape, like.axis))
         if numel(node) != count(found.shape):
             raise NotUnderstood("more than one column a row is picked")
-        if self.index is None:
-            self.index, self.index_window = found, like.window
-        if (self.index, self.index_window) != (found, like.window):
-            raise NotUnderstood("two different labels a row are picked")
+        if (found, like.window) not in self.picks:
+            if not all(apart(like.window, window) for _, window in self.picks):
+                raise NotUnderstood("two different labels a row are picked")
+            self.picks.append((found, like.window))
         return found
 
     # Elementwise rules
@@ -200,7 +217,7 @@ class Reading:
     def _source(self, node: fx.Node) -> Wide:
         """The first operand of a node that is only reached through it."""
         if args_of(node)[0] not in self.wide:
-            raise NotUnderstood("logits meet a tensor of their size")
+            raise NotUnderstood("the logits meet another tensor of their size, such as a teacher's")
         return self.wide[args_of(node)[0]]
 
     def _expand(self, node: fx.Node, like: Wide) -> Wide:
@@ -282,6 +299,20 @@ class Reading:
         cut = cut_of(node, shape_of(node), like.axis)
         return self._widened(self.wide[source], cut)
 
+    def _select(self, node: fx.Node, like: Wide) -> Wide:
+        found = self._source(node)
+        cut = selected(node, shape_of(args_of(node)[0]), found.axis)
+        return Wide(found.terms, found.axis - (cut.dim < found.axis), (*found.window, cut))
+
+    def _select_scatter(self, node: fx.Node, like: Wide) -> Wide:
+        into, source = args_of(node)[:2]
+        if not is_zero(into) or source not in self.wide:
+            raise NotUnderstood("a row is put into something other than zeros")
+        found = self.wide[source]
+        axis = found.axis + (args_of(node)[2] % rank_of(node) <= found.axis)
+        found = self._widened(found, selected(node, shape_of(node), axis))
+        return Wide(found.terms, axis, found.window)
+
     def _pad(self, node: fx.Node, like: Wide) -> Wide:
         pads, value = list(args_of(node)[1]), args_of(node)[2] if len(args_of(node)) > 2 else 0
         found, shape = self._source(node), shape_of(node)
@@ -289,10 +320,10 @@ class Reading:
             dim, (before, after) = len(shape) - 1 - place // 2, pads[place : place + 2]
             if not before and not after:
                 continue
-            if value != 0 or dim == like.axis or not all(isinstance(n, int) for n in shape):
+            if value != 0 or dim == like.axis:
                 raise NotUnderstood("padding of the vocabulary, or by something other than zero")
-            lead = dim - (dim > like.axis)
-            cut = Cut(without(shape, like.axis, drop=True), lead, before, shape[dim] - after)
+            lead, stop = dim - (dim > like.axis), minus(size_of(shape[dim]), size_of(after))
+            cut = Cut(without(shape, like.axis, drop=True), lead, size_of(before), stop)
             found = self._widened(found, cut)
         return found
 
@@ -322,6 +353,7 @@ class Reading:
             raise NotUnderstood("the logits are also reduced over more than the vocabulary")
 
     def _summed(self, found: Wide) -> Expr:
+        self._settle(found)
         return total_of(self._row_sum(term) * term.coefficient for term in found.terms)
 
     def _row_sum(self, term: Term) -> Expr:
@@ -344,6 +376,7 @@ class Reading:
         if args_of(node)[1] % rank_of(node) != like.axis:
             raise NotUnderstood("rows of the logits are gathered")
         index = self._index(args_of(node)[2], shape_of(node), like)
+        self._settle(like)
         return total_of(self._picked(term, index) * term.coefficient for term in like.terms)
 
     def _picked(self, term: Term, index: Index) -> Expr:
@@ -363,21 +396,31 @@ class Reading:
 
     def _outer(self, basis: Basis) -> float:
         """What the product (or its tanh) is multiplied by to be the logits."""
-        inner, cap, outer = self.form or (1.0, False, 0.0)
-        if self.form is None or (cap, inner) != (basis.kind == "tanh", basis.what or 1.0):
+        assert self.form is not None
+        inner, cap, outer = self.form
+        if (cap, inner) != (basis.kind == "tanh", basis.what or 1.0):
             raise NotUnderstood("the loss reads the logits before or after a scale or cap")
         return outer
+
+    def _settle(self, found: Wide) -> None:
+        """Take ``found`` for the logits if nothing that was read yet says what they are."""
+        for term in found.terms:
+            if self.form is None and term.basis.kind in ("y", "tanh"):
+                self.form = self._form(term)
+
+    def _form(self, term: Term) -> tuple[float, bool, float]:
+        outer = term.coefficient.constant
+        if outer is None or outer <= 0 or term.slope:
+            raise NotUnderstood("logits whose scale is not a positive number")
+        return term.basis.what or 1.0, term.basis.kind == "tanh", outer
 
     def _shift(self, found: Wide) -> Linear:
         """``found`` is the logits plus this; fixes what "the logits" are when first asked."""
         logit = [t for t in found.terms if t.basis.kind in ("y", "tanh")]
         rest = [t for t in found.terms if t.basis.kind == "one"]
         if len(logit) != 1 or len(rest) + 1 != len(found.terms):
-            raise NotUnderstood("an exponential of more than the logits and a shift per row")
-        outer, basis = logit[0].coefficient.constant, logit[0].basis
-        if outer is None or outer <= 0 or logit[0].slope:
-            raise NotUnderstood("logits whose scale is not a positive number")
-        form = (basis.what or 1.0, basis.kind == "tanh", outer)
+            raise NotUnderstood("the logits are added to what is no number per row")
+        form = self._form(logit[0])
         if self.form not in (None, form):
             raise NotUnderstood("two losses read differently scaled logits")
         self.form = form
@@ -438,8 +481,14 @@ RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
     aten.exp.default: Reading._exp,
     aten.slice.Tensor: Reading._slice,
     aten.slice_scatter.default: Reading._slice_scatter,
+    aten.select.int: Reading._select,
+    aten.select_scatter.default: Reading._select_scatter,
     aten.constant_pad_nd.default: Reading._pad,
 }
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
 
 
 def _refuse(why: str) -> Wide:

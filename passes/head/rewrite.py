@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 from collections.abc import Sequence
@@ -11,41 +12,59 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from hot_compile.config import HotConfig
+from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head, Refused, find_heads
 from hot_compile.passes.head.linear import ScalarTangent, as_result
-from hot_compile.passes.head.plan import BACKWARD, FORWARD, HeadDecision, plan_head
+from hot_compile.passes.head.operands import rank_of
+from hot_compile.passes.head.plan import BACKWARD, FORWARD, OFF, HeadDecision, Pricing, plan_head
+from hot_compile.passes.head.quantised import EXACT
+from hot_compile.passes.head.sizes import as_arguments, size_of
 
 log = logging.getLogger("hot_compile")
 hot = torch.ops.hot
 
 
-def chunk_heads(graph: fx.Graph, config: HotConfig) -> tuple[HeadDecision, ...]:
+def chunk_heads(
+    graph: fx.Graph, config: HotConfig, pricing: Pricing, observed: bool = False
+) -> tuple[HeadDecision, ...]:
     """Replace every head that pays by its operators; says what became of each that is large.
 
     A head whose rewriting fails stays as it is, with a warning.
+
+    Args:
+        graph: a joint graph, changed in place.
+        config: the user's options.
+        pricing: of the heads' devices; asked only where a strategy is to work there.
+        observed: all is to be exact, whatever strategies the options name.
     """
     decisions = []
     for found in _heads(graph, config.head_min_bytes):
-        decision = plan_head(found, config)
+        decision = plan_head(found, config, pricing)
+        if observed:
+            decision = dataclasses.replace(decision, by=EXACT)
+        if decision.chunked and isinstance(found, Head) and not _replace(graph, found, decision):
+            decision = dataclasses.replace(decision, way=OFF, reason="its rewriting failed")
         decisions.append(decision)
-        if not decision.chunked or not isinstance(found, Head):
-            continue
-        try:
-            swaps = _Rewrite(graph, found, decision).swaps()
-        except Exception:  # what was built so far is used by nobody
-            log.warning("hot: the head %s stays as it is", found.name, exc_info=True)
-            graph.eliminate_dead_code()
-            continue
-        for old, new in swaps:
-            old.replace_all_uses_with(new)
-        stable_topological_sort(graph)
-        graph.eliminate_dead_code()
-        graph.lint()
     return tuple(decisions)
+
+
+def _replace(graph: fx.Graph, head: Head, decision: HeadDecision) -> bool:
+    """Whether the head's operators took its place."""
+    try:
+        swaps = _Rewrite(graph, head, decision).swaps()
+    except Exception:  # what was built so far is used by nobody
+        log.warning("hot: the head %s stays as it is", head.name, exc_info=True)
+        graph.eliminate_dead_code()
+        return False
+    for old, new in swaps:
+        old.replace_all_uses_with(new)
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return True
 
 
 def _heads(graph: fx.Graph, least: int) -> list[Head | Refused]:
@@ -70,7 +89,12 @@ class _Rewrite:
         statistics, logits, gradients = make()
         swaps = [(node, self._result(node, statistics)) for node in self._head.reading.results]
         for node in self._head.returned:
-            swaps.append((node, self._forward(aten.reshape.default, logits, self._sizes(node))))
+            sizes = as_arguments(self._forward, map(size_of, node.meta["val"].shape))
+            swaps.append((node, self._forward(aten.reshape.default, logits, sizes)))
+        for node in self._head.reading.sizes:
+            (size,) = as_arguments(self._forward, [size_of(node)])
+            assert isinstance(size, fx.Node)
+            swaps.append((node, size))
         return swaps + gradients
 
     def _first_reader(self) -> fx.Node:
@@ -79,13 +103,15 @@ class _Rewrite:
     def _in_forward(self) -> tuple[fx.Node, fx.Node, list[tuple[fx.Node, fx.Node]]]:
         tangent = ScalarTangent(self._head)
         write = RowWriter(self._forward, None, tangent.units(self._forward))
+        op, told = self._operator(hot.head_both, hot.head_both_by)
         made = self._forward(
-            hot.head_both.default,
+            op,
             *self._given(self._forward),
             self._coefficients(write),
             *self._form,
             self._logits_dtype,
             self._wanted,
+            *told,
         )
         parts = [self._forward(operator.getitem, made, n) for n in range(5)]
         scaled = [self._backward(aten.mul.Tensor, part, tangent.node) for part in parts[2:]]
@@ -105,8 +131,9 @@ class _Rewrite:
         extra = head.coefficients.extra
         if extra is not None:
             extra = emit(aten.reshape.default, extra, [-1, head.value.shape[1]])
+        op, told = self._operator(hot.head_gradients, hot.head_gradients_by)
         made = emit(
-            hot.head_gradients.default,
+            op,
             *self._given(emit),
             emit(aten.select.int, statistics, 0, 1),
             self._coefficients(write),
@@ -114,9 +141,16 @@ class _Rewrite:
             head.coefficients.extra_scale,
             *self._form,
             self._wanted,
+            *told,
         )
         parts = [emit(operator.getitem, made, n) for n in range(3)]
         return statistics, logits, self._gradients(parts)
+
+    def _operator(self, exact: Any, by: Any) -> tuple[Any, tuple[Any, ...]]:
+        """(operator, its last arguments) for the products of the gradients."""
+        if self._decision.strategy is Strategy.EXACT:
+            return exact.default, ()
+        return by.default, self._decision.by
 
     @property
     def _form(self) -> tuple[float, bool, float]:
@@ -140,13 +174,17 @@ class _Rewrite:
         column = reading.column
         if column is not None:
             column = emit.cast(emit(aten.reshape.default, column, [-1]), torch.float32)
-        target: Any = None
-        if reading.index is not None:
-            write = RowWriter(emit, None)
-            target = write.flat(reading.index.node, reading.index.shape)
-            for cut in reversed(reading.index_window):
-                target = write.widen(target, cut)
-        return head.x, weight, head.bias, target, column
+        write, target = RowWriter(emit, None), None
+        for index, window in reading.picks:
+            part: Any = write.flat(index.node, index.shape)
+            for cut in reversed(window):
+                part = write.widen(part, cut)
+            target = part if target is None else emit(aten.add.Tensor, target, part)
+        bias = head.bias
+        if bias is not None and rank_of(bias) != 1:
+            bias = emit(aten.reshape.default, bias, [-1])
+        bias = bias and emit.cast(bias, head.value.dtype)
+        return head.x, weight, bias, target, column
 
     def _coefficients(self, write: RowWriter) -> fx.Node:
         emit, head = write.emit, self._head
@@ -175,11 +213,3 @@ class _Rewrite:
         first = node.args[0]
         is_io = node in self._head.grad_weights and first not in self._head.reading.wide
         return emit.permute(part, [1, 0]) if is_io else part
-
-    def _sizes(self, node: fx.Node) -> list[Any]:
-        """Sizes of a node, as arguments of a reshape."""
-        shape = node.meta["val"].shape
-        symbolic = [n for n in shape if not isinstance(n, int)]
-        if len(symbolic) <= 1:
-            return [n if isinstance(n, int) else -1 for n in shape]
-        return [self._forward.size(node, d) for d in range(len(shape))]

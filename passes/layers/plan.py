@@ -33,7 +33,7 @@ from hot_compile.passes.measure.profile import LayerProfile, Profile
 from hot_compile.passes.site import Site, SiteNodes, hint
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
 NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
@@ -164,7 +164,8 @@ class Plan:
             )
             forms = tuple(FormDecision(**form) for form in data["exact_forms"])
             heads = tuple(
-                HeadDecision(**{**h, "shape": tuple(h["shape"])}) for h in data.get("heads", ())
+                HeadDecision(**{**h, "shape": tuple(h["shape"]), "by": tuple(h["by"])})
+                for h in data.get("heads", ())
             )
             forwards = tuple(ForwardDecision(**f) for f in data.get("forwards", ()))
             return cls(data["recipe"], decisions, forms, heads, forwards)

@@ -6,12 +6,14 @@ nothing back to the host. Products are the library's. Importing this registers t
 * ``hot::head_statistics``: of every row of the logits, and the logits if the caller gets them;
 * ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again, by columns;
 * ``hot::head_both``: both in one go, by rows, where the coefficients are known before the loss.
+
+Their gradients' products are exact. ``both`` and ``gradients_by_rows`` take others' instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +51,9 @@ SCHEMAS = {
         " Tensor grad_bias)"
     ),
 }
+
+Multiply = Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
+"""(y's gradient [R, O], x [R, I], W [O, I]) -> (g_x, g_w) of these rows; None: the exact one."""
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _name, _schema in SCHEMAS.items():
@@ -103,7 +108,7 @@ def _head_statistics(
     return statistics, logits
 
 
-def _head_both(
+def both(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -115,26 +120,78 @@ def _head_both(
     outer: float,
     logits_dtype: torch.dtype | None,
     wanted: list[bool],
+    multiply: Multiply | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``hot::head_both``; its gradients' products by ``multiply``."""
     form, target = Form(inner, cap, outer), _valid(target, weight)
     coefficients = coefficients.contiguous()
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
     outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
-    grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, torch.float32)
+    gradients = gradients_of(x, weight, wanted, torch.float32)
     with _exact(x.device):
         for rows, g in _row_chunks(x, weight, wanted[1]):
             y = _logits_of(x, weight, bias, rows, g, logits, form)
             chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows])
             chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
-            if wanted[0]:
-                torch.mm(g, weight, out=grad_x[rows])
-            if wanted[1]:
-                _add_product(grad_weight, g.t(), x[rows])
-            if wanted[2]:
-                grad_bias += g.sum(0, dtype=torch.float32)
-    return statistics, logits, grad_x, grad_weight[:outputs], grad_bias[:outputs]
+            _add_gradients(g, x, weight, rows, gradients, multiply)
+    return statistics, logits, *_without_padding(gradients, outputs)
+
+
+def gradients_by_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    column: Tensor | None,
+    lse: Tensor,
+    coefficients: Tensor,
+    extra: Tensor | None,
+    extra_scale: float,
+    inner: float,
+    cap: bool,
+    outer: float,
+    wanted: list[bool],
+    multiply: Multiply | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``hot::head_gradients`` in chunks of rows, g_w in fp32; its products by ``multiply``."""
+    form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
+    target = None if target is None else target.contiguous()
+    outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
+    gradients = gradients_of(x, weight, wanted, torch.float32)
+    with _exact(x.device):
+        for rows, y in _row_chunks(x, weight, wanted[1]):
+            _product(x[rows], weight, bias, y)
+            outside = None if extra is None else extra[rows]
+            chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
+            gradient = Gradient(y, coefficients[:, rows], outside, extra_scale)
+            chunk_gradient(chunk, lse[rows], gradient)
+            _add_gradients(y, x, weight, rows, gradients, multiply)
+    return _without_padding(gradients, outputs)
+
+
+def _add_gradients(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rows: slice,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    multiply: Multiply | None,
+) -> None:
+    """What rows whose gradient of y is ``g`` give to (g_x, g_w, g_b), empty if not wanted."""
+    grad_x, grad_weight, grad_bias = gradients
+    own_x, own_weight = multiply(g, x[rows], weight) if multiply else (None, None)
+    if own_x is not None:
+        grad_x[rows] = own_x
+    elif grad_x.numel():
+        torch.mm(g, weight, out=grad_x[rows])
+    if own_weight is not None:
+        grad_weight += own_weight
+    elif grad_weight.numel():
+        _add_product(grad_weight, g.t(), x[rows])
+    if grad_bias.numel():
+        grad_bias += g.sum(0, dtype=torch.float32)
 
 
 def _head_gradients(
@@ -155,7 +212,7 @@ def _head_gradients(
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     (rows, _), outputs = x.shape, weight.shape[0]
     weight, bias = _padded(weight, bias)
-    grad_x, grad_weight, grad_bias = _gradients(x, weight, wanted, x.dtype)
+    grad_x, grad_weight, grad_bias = gradients_of(x, weight, wanted, x.dtype)
     sum_x = torch.zeros_like(grad_x, dtype=torch.float32)
     width = chunk_columns(rows, outputs, x.element_size())
     scratch = x.new_empty((rows, -(-width // _ALIGN) * _ALIGN))
@@ -179,7 +236,7 @@ def _head_gradients(
             if wanted[2]:
                 torch.sum(y, 0, dtype=torch.float32, out=grad_bias[columns])
     grad_x = grad_x.copy_(sum_x) if wanted[0] else grad_x
-    return grad_x, grad_weight[:outputs], grad_bias[:outputs]
+    return _without_padding((grad_x, grad_weight, grad_bias), outputs)
 
 
 def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -239,7 +296,7 @@ def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-def _gradients(
+def gradients_of(
     x: Tensor, weight: Tensor, wanted: list[bool], grad_weight: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for g_x, g_w, g_b; what chunks of rows add up starts at zero."""
@@ -265,6 +322,13 @@ def _padding(weight: Tensor) -> int:
     return -weight.shape[0] % _ALIGN if weight.is_cuda else 0
 
 
+def _without_padding(
+    gradients: tuple[Tensor, Tensor, Tensor], outputs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_weight, grad_bias = gradients
+    return grad_x, grad_weight[:outputs], grad_bias[:outputs]
+
+
 def _valid(target: Tensor | None, weight: Tensor) -> Tensor | None:
     """``target``, contiguous. On a GPU one out of range trips gather's assertion, as in the exact
     graph; on a CPU whoever reads it raises."""
@@ -275,9 +339,13 @@ def _valid(target: Tensor | None, weight: Tensor) -> Tensor | None:
     return target.contiguous()
 
 
-for _name in SCHEMAS:
+for _name, _own in (
+    ("head_statistics", _head_statistics),
+    ("head_gradients", _head_gradients),
+    ("head_both", both),
+):
     for _device in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, globals()[f"_{_name}"], _device)
+        _LIBRARY.impl(_name, _own, _device)
 
 
 @torch.library.register_fake("hot::head_statistics")
@@ -312,11 +380,11 @@ def _(
     outer: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(x, weight, wanted, x.dtype)
+    return gradients_of(x, weight, wanted, x.dtype)
 
 
 @torch.library.register_fake("hot::head_both")
-def _(
+def fake_both(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -329,6 +397,7 @@ def _(
     logits_dtype: torch.dtype | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shapes and dtypes of ``both``."""
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    gradients = _gradients(x, weight, wanted, torch.float32)
+    gradients = gradients_of(x, weight, wanted, torch.float32)
     return statistics, _logits(x, weight, logits_dtype), *gradients

@@ -278,7 +278,6 @@ def test_logits_that_are_read_otherwise_stay_with_a_reason(loss, why):
         ({"head": "off"}, "head='off'"),
         ({"recipe": "exact"}, "head='off'"),
         ({"keep_head": False}, "keep_head=False"),
-        ({"override": {"head": "int8"}}, "by override"),
         ({"exclude": "head"}, "in exclude"),
     ],
 )
@@ -336,6 +335,32 @@ def test_logits_of_the_caller_have_their_gradient(use):
     assert (head.way, head.returned) == (FORWARD, True)
     assert error(got, want) < 1e-5
     torch.testing.assert_close(result[1], Returning(ce, bias=True)(inputs())[1])
+
+
+@pytest.mark.parametrize("use", ["loss", "both"])
+def test_logits_of_a_head_that_is_a_graph_of_its_own_have_their_gradient(use):
+    """As behind a graph break, of FSDP2's blocks for one: the input of the product comes in."""
+    model, reports = Returning(ce, bias=True), Reports()
+    backend = functools.partial(
+        hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
+    )
+
+    def head(x):
+        logits = model.head(x)
+        return ce(logits), logits
+
+    def run(function):
+        model.zero_grad()
+        loss, logits = function(model.body(inputs()).tanh())
+        total = loss if use == "loss" else loss + logits.square().mean()
+        total.backward()
+        return [total.detach(), *(p.grad for p in model.parameters())]
+
+    torch._dynamo.reset()
+    got = run(torch.compile(head, backend=backend))
+    (found,) = reports.graphs[0].plan.heads
+    assert (found.way, found.returned) == (FORWARD, True)
+    assert error(got, run(head)) < 1e-5
 
 
 class Total(Returning):
