@@ -366,17 +366,6 @@ def test_logits_with_a_bias_behind_have_their_gradient(use):
     assert error(got, run(model, model)) < 2e-6
 
 
-def test_gradients_add_up_over_steps():
-    model, x = Head(ce), inputs()
-    once = eager(model, x)[1:]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend(Reports()))
-    model.zero_grad()
-    for _ in range(3):
-        (compiled(x) / 3).backward()
-    assert error(gradients(model), once) < 2e-6
-
-
 def test_compiled_autograd():
     model, x = Head(ce), inputs()
     want = eager(model, x)
