@@ -71,6 +71,11 @@ class Emitter:
         length = node.meta["val"].shape[dim]
         return length if isinstance(length, int) else self(aten.sym_size.int, node, dim)
 
+    def known(self, size: Any) -> Any:
+        """A symbolic size by what is known by now: symbols may have been found to be equal."""
+        env = fake_mode(self._like).shape_env
+        return size if env is None else env.replace(size)
+
     def symbol(self, symbol: Any) -> fx.Node:
         """A node that holds a symbol of the shapes: one of the graph's inputs, or a size of one.
 

@@ -27,6 +27,8 @@ from hot_compile.passes.head.operands import (
     has_size,
     is_one,
     numel,
+    picks_each_row,
+    rank_of,
     same_size,
     shape_of,
 )
@@ -159,6 +161,9 @@ def _is_wide(node: fx.Node, product: fx.Node) -> bool:
 def _head(product: fx.Node, name: str) -> Head:
     if product.meta["val"].dtype not in _FLOATS:
         raise NotUnderstood(f"a product of {product.meta['val'].dtype}")
+    for node in product.graph.nodes:  # sizes found to be equal must be so before they are read
+        if node.target is aten.gather.default and has_size(args_of(node)[0], shape_of(product)[1]):
+            picks_each_row(node, args_of(node)[1] % rank_of(node))
     bias, x, right = _operands(product)
     logits, bias = _with_bias(product) if bias is None else (product, bias)
     reading = Reading(product, logits)

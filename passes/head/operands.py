@@ -117,6 +117,12 @@ def selected(node: fx.Node, shape: Shape, axis: int) -> Cut:
     return Cut(without(shape, axis, drop=True), dim - (dim > axis), start, plus(start, 1))
 
 
+def picks_each_row(gather: fx.Node, axis: int) -> bool:
+    """A gather along ``axis`` has as many rows as its source; may add the guard that it has."""
+    sizes = zip(shape_of(args_of(gather)[0]), shape_of(gather), strict=True)
+    return all(bool(a == b) for dim, (a, b) in enumerate(sizes) if dim != axis)
+
+
 def apart(one: Window, other: Window) -> bool:
     """Two parts of the rows that have none in common."""
     for a, b in zip(one, other, strict=False):

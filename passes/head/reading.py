@@ -46,6 +46,7 @@ from hot_compile.passes.head.operands import (
     is_one,
     is_zero,
     numel,
+    picks_each_row,
     rank_of,
     same_size,
     selected,
@@ -375,6 +376,8 @@ class Reading:
     def _gathered(self, node: fx.Node, like: Wide) -> Expr:
         if args_of(node)[1] % rank_of(node) != like.axis:
             raise NotUnderstood("rows of the logits are gathered")
+        if not picks_each_row(node, like.axis):
+            raise NotUnderstood("one column is picked of some of the rows")
         index = self._index(args_of(node)[2], shape_of(node), like)
         self._settle(like)
         return total_of(self._picked(term, index) * term.coefficient for term in like.terms)

@@ -56,7 +56,8 @@ def as_arguments(emit: Emitter, sizes: Iterable[Size]) -> list[int | fx.Node]:
     Raises:
         ValueError: a size is more than sums and products of their sizes.
     """
-    return [_node(emit, s.expr) if isinstance(s, Symbolic) else s for s in sizes]
+    known = emit.known
+    return [_node(emit, known(s.expr)) if isinstance(s, Symbolic) else s for s in sizes]
 
 
 def _node(emit: Emitter, expr: sympy.Expr) -> int | fx.Node:
