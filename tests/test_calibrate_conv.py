@@ -1,6 +1,7 @@
 """Convolutions in calibration: measured by the nodes that would run, chosen by what they told."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 import hot_compile
 from hot_compile import calibrate
-from hot_compile.inspect import explain
+from hot_compile.backend import hot
+from hot_compile.inspect import explain, run_uncompiled
 from hot_compile.passes.measure.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
@@ -65,8 +67,29 @@ def loss_of(model, batch):
 
 
 @pytest.fixture(scope="module")
-def profile():
-    return calibrate(ResNet(), batches(), loss_of, progress=False)
+def calibrated():
+    """(profile, what calibrating changed)."""
+    model = ResNet()
+    before, states = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = calibrate(model, batches(), loss_of, progress=False)
+    changed = {
+        name for name, value in model.state_dict().items() if not torch.equal(before[name], value)
+    }
+    changed |= {f"gradient of {n}" for n, p in model.named_parameters() if p.grad is not None}
+    changed |= set() if torch.equal(states, torch.get_rng_state()) else {"random state"}
+    return found, changed
+
+
+@pytest.fixture(scope="module")
+def profile(calibrated):
+    return calibrated[0]
+
+
+def step_of(model, lower=False, **options):
+    """The model under "hot"."""
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options={**ALWAYS, **options}, **keywords)
+    return torch.compile(model, backend=backend)
 
 
 def test_every_convolution_and_every_strategy_is_measured(profile):
@@ -132,23 +155,18 @@ def test_every_geometry(make, shape):
         assert found.grad_input["int8"].error < 0.05
 
 
-def test_nothing_is_changed():
-    model = ResNet()
-    before, states = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    calibrate(model, batches(), loss_of, progress=False)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(states, torch.get_rng_state())
+def test_nothing_is_changed(calibrated):
+    assert calibrated[1] == set()
 
 
-def test_gradients_of_an_observed_step_are_the_usual_ones(tmp_path):
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_of_an_observed_step_are_the_usual_ones(tmp_path, lower):
     """Looking changes nothing, batch norm's statistics included."""
     models = ResNet(), ResNet()
     looks = {"lqs": "auto", "lqs_warm_up": 0, "lqs_rechecks": 0, "profile": tmp_path / "p.json"}
     for model, options in zip(models, ({}, looks), strict=True):
         torch._dynamo.reset()
-        step = torch.compile(model, backend="hot", options={**ALWAYS, **options})
-        loss_of(step, batches(1)[0]).backward()
+        loss_of(step_of(model, lower, **options), batches(1)[0]).backward()
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     for mine, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
@@ -192,23 +210,23 @@ def test_fast_measures_convolutions_by_itself(tmp_path):
     """hla8 of a 1 x 1 convolution comes after the observed steps, within the budget only."""
     path = tmp_path / "p.json"
     options = {
-        **ALWAYS, "recipe": "fast", "lqs": "auto", "profile": path, "lqs_warm_up": 1,
+        "recipe": "fast", "lqs": "auto", "profile": path, "lqs_warm_up": 1,
         "lqs_batches": 1, "lqs_rechecks": 0,
     }  # fmt: skip
     model = ResNet()
-    step = torch.compile(model, backend="hot", options=options)
+    step = step_of(model, **options)
     for batch in batches(4):
         loss_of(step, batch).backward()
     assert set(Profile.load(path).layers) == CONVS | {"head"}
     torch._dynamo.reset()
-    plan = explain(model, batches(1)[0][0], options=options).plan
+    plan = explain(model, batches(1)[0][0], options={**ALWAYS, **options}).plan
     assert all("LQS" in plan[name].reason for name in CONVS - {"stem"})
 
 
 def test_the_monitor_watches_convolutions():
     seen = {}
     model, monitor = ResNet(), hot_compile.Monitor(every=1, rotate=1, callback=seen.__setitem__)
-    step = torch.compile(model, backend="hot", options={**ALWAYS, "monitor": monitor})
+    step = step_of(model, monitor=monitor)
     for batch in batches(3):
         loss_of(step, batch).backward()
     found = seen[1]

@@ -41,13 +41,14 @@ def _fresh():
     torch.manual_seed(0)
 
 
-def check(model, wrap=lambda model: model, context=None):
+def check(model, wrap=lambda model: model, context=None, lower=False):
     """Gradients agree with eager's; returns how many layers each graph had rewritten."""
     x = torch.randn(64, 128)
     exact = copy.deepcopy(model)
     exact(x).square().mean().backward()
     reports = Reports()
-    backend = functools.partial(hot, options=ALWAYS, recorder=reports)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=ALWAYS, recorder=reports, **keywords)
     compiled = torch.compile(wrap(model), backend=backend)
     with context or torch.enable_grad():
         compiled(x).square().mean().backward()
@@ -56,18 +57,23 @@ def check(model, wrap=lambda model: model, context=None):
     return [len(graph.plan.rewritten) for graph in reports.graphs]
 
 
+LOWERED = pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Run node by node, and behind ``slow`` as Inductor's code, too."""
+
+
 def test_graph_breaks_give_two_graphs():
-    assert check(Broken()) == [1, 2]
+    assert check(Broken(), lower=True) == [1, 2]
 
 
+@LOWERED
 @pytest.mark.parametrize("split", [True, False])
-def test_ddp_split_by_buckets_or_whole(tmp_path, split):
+def test_ddp_split_by_buckets_or_whole(tmp_path, split, lower):
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         wrap = functools.partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=1)
         with torch._dynamo.config.patch(optimize_ddp=split):
-            rewritten = check(Net(width=640), wrap)
+            rewritten = check(Net(width=640), wrap, lower=lower)
     finally:
         torch.distributed.destroy_process_group()
     assert sum(rewritten) == 3
@@ -75,12 +81,14 @@ def test_ddp_split_by_buckets_or_whole(tmp_path, split):
 
 
 def test_compiled_autograd():
-    assert check(Net(), context=torch._dynamo.config.patch(compiled_autograd=True)) == [3]
+    context = torch._dynamo.config.patch(compiled_autograd=True)
+    assert check(Net(), context=context, lower=True) == [3]
 
 
-def test_activation_memory_budget():
+@LOWERED
+def test_activation_memory_budget(lower):
     with torch._functorch.config.patch(activation_memory_budget=0.3):
-        assert check(Net()) == [3]
+        assert check(Net(), lower=lower) == [3]
 
 
 def test_gradient_accumulation_over_steps():
@@ -92,17 +100,20 @@ def test_gradient_accumulation_over_steps():
     torch.testing.assert_close(model.a.weight.grad, 2 * once)  # same inputs, same bits
 
 
-def test_weight_norm_and_spectral_norm():
+@LOWERED
+def test_weight_norm_and_spectral_norm(lower):
     model = Net()
     torch.nn.utils.parametrizations.weight_norm(model.a)
     torch.nn.utils.parametrizations.spectral_norm(model.b)
-    assert check(model) == [3]
+    assert check(model, lower=lower) == [3]
 
 
-def test_transformer_encoder_layer():
+@LOWERED
+def test_transformer_encoder_layer(lower):
     model = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
     reports = Reports()
-    backend = functools.partial(hot, options=ALWAYS, recorder=reports)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=ALWAYS, recorder=reports, **keywords)
     torch.compile(model, backend=backend)(torch.randn(4, 9, 128)).square().mean().backward()
     names = {d.site for d in reports.graphs[0].plan.rewritten}
     assert {"linear1", "linear2", "self_attn"} <= names
@@ -282,13 +293,15 @@ def weighted(out):
     return (out * WEIGHTS[: out.numel()].view_as(out)).sum()
 
 
-def test_hooks_run_and_count():
+@LOWERED
+def test_hooks_run_and_count(lower):
     model, seen = Net(), []
     model.b.register_forward_hook(lambda module, args, out: out * 1.5)
     model.b.register_full_backward_hook(lambda module, g_in, g_out: seen.append(g_in))
     model.a.weight.register_hook(lambda g: g * 2)
     model.c.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    assert sum(check(model)) >= 2  # torch 2.11 leaves the module with a backward hook to eager
+    rewritten = check(model, lower=lower)
+    assert sum(rewritten) >= 2  # torch 2.11 leaves the module with a backward hook to eager
     assert len(seen) == 2  # exact's and ours
 
 
