@@ -42,16 +42,16 @@ class ResNet(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Conv2d(1, 16, 3, 1, 1)
-        self.block1, self.block2 = Block(16, 32), Block(32, 32)
+        self.block = Block(16, 32)
         self.depthwise = nn.Conv2d(32, 32, 3, 1, 1, groups=32)
         self.head = nn.Linear(32, 10)
 
     def forward(self, x):
-        x = self.block2(self.block1(self.stem(x).relu()))
+        x = self.block(self.stem(x).relu())
         return self.head(self.depthwise(x).mean((2, 3)))
 
 
-CONVS = {"stem", *(f"block{i}.{name}" for i in (1, 2) for name in ("conv1", "conv2", "shortcut"))}
+CONVS = {"stem", "block.conv1", "block.conv2", "block.shortcut"}
 
 
 def batches(count=2, rows=16, size=16):
@@ -94,7 +94,7 @@ def step_of(model, lower=False, **options):
 
 def test_every_convolution_and_every_strategy_is_measured(profile):
     assert set(profile.layers) == CONVS | {"head"}  # the depthwise one is left alone
-    layer = profile.layers["block1.conv1"]
+    layer = profile.layers["block.conv1"]
     assert (layer.outputs, layer.inputs, layer.rows, layer.batches) == (32, 16 * 9, 16 * 8 * 8, 2)
     assert set(layer.grad_input) == {"int4", "int8", "int4/tensor", "int8/tensor"}
     assert set(layer.grad_weight) == GRANULES | {f"{name}/tensor" for name in GRANULES}
@@ -178,31 +178,31 @@ def test_the_backend_chooses_by_the_profile(profile, tmp_path):
     profile.save(path)
     model, (x, _) = ResNet(), batches(1)[0]
 
-    def decision(name="block2.conv2", **options):
+    def decision(name="block.conv2", **options):
         found = explain(model, x, options={**ALWAYS, "profile": path, **options})
         return found.plan[name]
 
     chosen = decision()
     assert chosen.strategy == "int4"
     assert chosen.reason.startswith("LQS: g_w error")
-    errors = profile.layers["block2.conv2"].grad_weight
+    errors = profile.layers["block.conv2"].grad_weight
     between = (errors["int8"].error + errors["int4"].error) / 2
     chosen = decision(error_budget=between)
     assert chosen.strategy == "int8"
     assert "no int4: g_w error" in chosen.reason
     assert decision(error_budget=1e-4).strategy == "exact"
     assert decision("stem").strategy == "exact"
-    one_by_one = decision("block2.shortcut", recipe="fast", error_budget=1.5)
+    one_by_one = decision("block.shortcut", recipe="fast", error_budget=1.5)
     assert one_by_one.strategy in ("hla8", "int4")
-    assert "hla8" not in str(decision("block2.conv2", recipe="fast", error_budget=0.2).strategy)
+    assert "hla8" not in str(decision("block.conv2", recipe="fast", error_budget=0.2).strategy)
 
 
 def test_a_profile_without_the_convolutions_is_refused(profile, tmp_path):
     data = profile.to_json()
-    del data["layers"]["block1.conv2"]
+    del data["layers"]["block.conv2"]
     path = tmp_path / "p.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(Exception, match=r"block1.conv2 \(32 x 288\): not in the profile"):
+    with pytest.raises(Exception, match=r"block.conv2 \(32 x 288\): not in the profile"):
         explain(ResNet(), batches(1)[0][0], options={**ALWAYS, "profile": path})
 
 
@@ -230,7 +230,7 @@ def test_the_monitor_watches_convolutions():
     for batch in batches(3):
         loss_of(step, batch).backward()
     found = seen[1]
-    others = {"depthwise.weight", "depthwise.bias", "block1.norm1.weight"}
+    others = {"depthwise.weight", "depthwise.bias", "block.norm1.weight"}
     assert found.keys() >= CONVS | {"head"} | others
     assert {name for name, sides in found.items() if "g_w" in sides} == CONVS - {"stem"}
     for name in CONVS - {"stem"}:

@@ -15,6 +15,8 @@ from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"recipe": "int8", "min_gain": 0, "keep_head": False}
+UNCOMPILED = functools.partial(hot, options=ALWAYS, inner_compile=run_uncompiled)
+"""For what ends before Inductor's lowering: graphs run node by node."""
 
 
 class Net(nn.Module):
@@ -317,13 +319,13 @@ def test_functional_call_and_per_sample_gradients():
         return torch.func.grad(loss)(parameters, x), per_sample(parameters, x)
 
     want = gradients(parameters, x)
-    got = torch.compile(gradients, backend="hot", options=ALWAYS)(parameters, x)
+    got = torch.compile(gradients, backend=UNCOMPILED)(parameters, x)
     for mine, theirs in zip(got, want, strict=True):
         for name in parameters:
             assert cosine(mine[name], theirs[name]) > 0.98
 
     leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    compiled = torch.compile(loss, backend="hot", options=ALWAYS)
+    compiled = torch.compile(loss, backend=UNCOMPILED)
     for g, name in zip(
         torch.autograd.grad(compiled(leaves, x), list(leaves.values())), leaves, strict=True
     ):
@@ -333,7 +335,7 @@ def test_functional_call_and_per_sample_gradients():
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**60])
 def test_gradient_scaler_steps_or_skips(scale):
     model, x = Net(), torch.randn(64, 128)
-    compiled = torch.compile(model, backend="hot", options=ALWAYS)
+    compiled = torch.compile(model, backend=UNCOMPILED)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     before = copy.deepcopy(model.state_dict())
@@ -372,7 +374,9 @@ def test_double_backward_is_refused_as_by_inductor():
         g.square().sum().backward()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD]
+)
 def test_a_step_compiled_whole_with_its_optimizer(optimizer):
     losses = {}
     for backend in ("eager", "hot"):
@@ -410,7 +414,7 @@ def test_checkpoints_are_the_models_own(tmp_path):
 def test_accelerate_trains_a_model_compiled_in_place():
     accelerate = pytest.importorskip("accelerate")
     model, x = Net(), torch.randn(64, 128)
-    model.compile(backend="hot", options=ALWAYS)
+    model.compile(backend=UNCOMPILED)
     helper = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     prepared, optimizer = helper.prepare(model, optimizer)
