@@ -63,8 +63,9 @@ LOWERED = pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pyte
 """Run node by node, and behind ``slow`` as Inductor's code, too."""
 
 
-def test_graph_breaks_give_two_graphs():
-    assert check(Broken(), lower=True) == [1, 2]
+@LOWERED
+def test_graph_breaks_give_two_graphs(lower):
+    assert check(Broken(), lower=lower) == [1, 2]
 
 
 @LOWERED
@@ -121,13 +122,16 @@ def test_transformer_encoder_layer(lower):
     assert {"linear1", "linear2", "self_attn"} <= names
 
 
-def test_compiling_twice_with_different_recipes_does_not_mix():
+@LOWERED
+def test_compiling_twice_with_different_recipes_does_not_mix(lower):
     x = torch.randn(64, 128)
     exact, packed = Net(), Net()
     seen = {}
     for name, model in (("exact", exact), ("hot", packed)):
         reports = Reports()
-        backend = functools.partial(hot, options={**ALWAYS, "recipe": name}, recorder=reports)
+        options = {**ALWAYS, "recipe": name}
+        keywords = {} if lower else {"inner_compile": run_uncompiled}
+        backend = functools.partial(hot, options=options, recorder=reports, **keywords)
         torch.compile(model, backend=backend)(x).sum().backward()
         seen[name] = len(reports.graphs[0].plan.rewritten)
     assert seen == {"exact": 0, "hot": 3}

@@ -3,7 +3,6 @@ reason, gradients close to exact, and what crosses to the backward is what the p
 """
 
 import copy
-import functools
 from pathlib import Path
 
 import pytest
@@ -115,7 +114,7 @@ MODELS = {
     "swin_tiny": lambda: vision(
         "swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2, 2, 2), drop_path_rate=0.0
     ),
-    "gpt2_conv1d": functools.partial(gpt2, depth=2),
+    "gpt2_conv1d": gpt2,
 }
 
 

@@ -194,9 +194,8 @@ def test_shared_module():
     [
         ("int8", False),
         ("int4", False),
-        ("hla8", True),
-        pytest.param("int8", True, marks=pytest.mark.slow),
-        pytest.param("int4", True, marks=pytest.mark.slow),
+        ("hla8", False),
+        *(pytest.param(r, True, marks=pytest.mark.slow) for r in ("int8", "int4", "hla8")),
     ],
 )
 def test_dynamic_batch_compiles_once(recipe, lower):
