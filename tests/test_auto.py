@@ -1,14 +1,12 @@
 """``lqs="auto"``: observe, recompile once, remember."""
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from own_cache import own_cache
 from torch import nn
+from torch._dynamo.utils import counters
 
 from hot_compile import calibrate
 from hot_compile.backend import hot
@@ -277,30 +275,21 @@ def test_lowered_by_inductor_as_in_a_users_run(tmp_path):
     ``recompute=False``: where x is recomputed, int4 saves no byte and computes what int8 does, to
     the last bit. Stored, its 4 bits show.
     """
-    path = tmp_path / "p.json"
-    script = f"""
-import sys, torch
-from torch._dynamo.utils import counters
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
-options = {{"min_gain": 0, "keep_head": False, "lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1,
-           "lqs_rechecks": 0, "error_budget": 0.02, "recompute": False, "profile": {str(path)!r}}}
-step = torch.compile(model, backend="hot", options=options)
-x = torch.randn(64, 64)
-for _ in range(5):
-    model.zero_grad()
-    step(x).square().mean().backward()
-    print(float(model[0].weight.grad.norm()))
-print(counters["stats"]["unique_graphs"])
-"""
-    env = own_cache(tmp_path / "inductor")
+    options = {
+        "min_gain": 0, "keep_head": False, "lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1,
+        "lqs_rechecks": 0, "error_budget": 0.02, "recompute": False, "profile": tmp_path / "p.json",
+    }  # fmt: skip
 
     def run():
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True
-        )
-        *norms, graphs = done.stdout.split()
-        return [float(n) for n in norms], int(graphs)
+        torch._dynamo.reset()
+        counters.clear()
+        model, norms = net(), []
+        step, x = torch.compile(model, backend="hot", options=options), torch.randn(64, 64)
+        for _ in range(5):
+            model.zero_grad()
+            step(x).square().mean().backward()
+            norms.append(float(model[0].weight.grad.norm()))
+        return norms, counters["stats"]["unique_graphs"]
 
     norms, graphs = run()
     assert graphs == 2  # once to observe, once for good

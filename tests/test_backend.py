@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from own_cache import own_cache
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -138,39 +137,6 @@ def test_fullgraph_and_dynamic():
     compiled = torch.compile(model, backend="hot", fullgraph=True, dynamic=True, options=ALWAYS)
     for batch in (200, 300):
         compiled(torch.randn(batch, 64)).sum().backward()
-
-
-CACHE_SCRIPT = """
-import sys, torch
-from torch._dynamo.utils import counters
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
-options = {"recipe": sys.argv[1], "min_gain": 0, "keep_head": False}
-torch.compile(model, backend="hot", options=options)(torch.randn(40, 64)).sum().backward()
-seen = counters["aot_autograd"]
-print(seen["autograd_cache_hit"], seen["autograd_cache_miss"], model[0].weight.grad.sum().item())
-"""
-
-
-def test_caches_hit_for_the_same_recipe_and_miss_for_another(tmp_path):
-    def run(recipe):
-        env = own_cache(tmp_path)
-        done = subprocess.run(
-            [sys.executable, "-c", CACHE_SCRIPT, recipe],
-            capture_output=True,
-            text=True,
-            env=env,
-            check=True,
-        )
-        hits, misses, value = done.stdout.split()
-        return int(hits), int(misses), float(value)
-
-    first = run("hot")
-    assert first[:2] == (0, 1)
-    second = run("hot")
-    assert second[:2] == (1, 0)
-    assert second[2] == first[2]  # bit-equal gradients from the cached code
-    assert run("int8")[:2] == (0, 1)
 
 
 def test_dump_writes_every_stage_even_when_the_cache_would_hit(tmp_path):

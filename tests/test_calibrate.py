@@ -3,14 +3,11 @@
 import copy
 import json
 import random
-import subprocess
-import sys
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from own_cache import own_cache
 from torch import nn
 from typer.testing import CliRunner
 
@@ -357,43 +354,6 @@ def test_a_profile_of_another_model_is_refused_with_what_does_not_fit(profile, t
     wider.fc2, wider.head = nn.Linear(96, 80), nn.Linear(80, 10)
     with pytest.raises(Exception, match="fc2: 80 x 96, in the profile 64 x 96"):
         explain(wider, torch.randn(64, 64), options={"profile": path})
-
-
-SCRIPT = """
-import sys, torch
-from torch._dynamo.utils import counters
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
-options = {"min_gain": 0, "keep_head": False, "profile": sys.argv[1]}
-torch.compile(model, backend="hot", options=options)(torch.randn(40, 64)).sum().backward()
-seen = counters["aot_autograd"]
-print(seen["autograd_cache_hit"], seen["autograd_cache_miss"])
-"""
-
-
-def test_the_next_process_uses_the_profile_and_its_content_is_in_the_cache_key(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
-    found = calibrate(
-        model, [torch.randn(40, 64)], lambda m, b: m(b).square().mean(), progress=False
-    )
-    path = tmp_path / "profile.json"
-
-    def run():
-        env = own_cache(tmp_path / "cache")
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(path)],
-            capture_output=True, text=True, env=env, check=True,
-        )  # fmt: skip
-        return done.stdout.split()
-
-    found.save(path)
-    assert run() == ["0", "1"]
-    assert run() == ["1", "0"]
-    data = found.to_json()
-    data["layers"]["2"]["grad_weight"]["int4"]["error"] = 0.9
-    path.write_text(json.dumps(data))
-    assert run() == ["0", "1"]
 
 
 def test_cli_shows_and_diffs(profile, tmp_path):

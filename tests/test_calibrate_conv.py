@@ -1,6 +1,7 @@
 """Convolutions in calibration: measured by the nodes that would run, chosen by what they told."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 import hot_compile
 from hot_compile import calibrate
-from hot_compile.inspect import explain
+from hot_compile.backend import hot
+from hot_compile.inspect import explain, run_uncompiled
 from hot_compile.passes.measure.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
@@ -40,16 +42,16 @@ class ResNet(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Conv2d(1, 16, 3, 1, 1)
-        self.block1, self.block2 = Block(16, 32), Block(32, 32)
+        self.block = Block(16, 32)
         self.depthwise = nn.Conv2d(32, 32, 3, 1, 1, groups=32)
         self.head = nn.Linear(32, 10)
 
     def forward(self, x):
-        x = self.block2(self.block1(self.stem(x).relu()))
+        x = self.block(self.stem(x).relu())
         return self.head(self.depthwise(x).mean((2, 3)))
 
 
-CONVS = {"stem", *(f"block{i}.{name}" for i in (1, 2) for name in ("conv1", "conv2", "shortcut"))}
+CONVS = {"stem", "block.conv1", "block.conv2", "block.shortcut"}
 
 
 def batches(count=2, rows=16, size=16):
@@ -65,13 +67,34 @@ def loss_of(model, batch):
 
 
 @pytest.fixture(scope="module")
-def profile():
-    return calibrate(ResNet(), batches(), loss_of, progress=False)
+def calibrated():
+    """(profile, what calibrating changed)."""
+    model = ResNet()
+    before, states = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = calibrate(model, batches(), loss_of, progress=False)
+    changed = {
+        name for name, value in model.state_dict().items() if not torch.equal(before[name], value)
+    }
+    changed |= {f"gradient of {n}" for n, p in model.named_parameters() if p.grad is not None}
+    changed |= set() if torch.equal(states, torch.get_rng_state()) else {"random state"}
+    return found, changed
+
+
+@pytest.fixture(scope="module")
+def profile(calibrated):
+    return calibrated[0]
+
+
+def step_of(model, lower=False, **options):
+    """The model under "hot"."""
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options={**ALWAYS, **options}, **keywords)
+    return torch.compile(model, backend=backend)
 
 
 def test_every_convolution_and_every_strategy_is_measured(profile):
     assert set(profile.layers) == CONVS | {"head"}  # the depthwise one is left alone
-    layer = profile.layers["block1.conv1"]
+    layer = profile.layers["block.conv1"]
     assert (layer.outputs, layer.inputs, layer.rows, layer.batches) == (32, 16 * 9, 16 * 8 * 8, 2)
     assert set(layer.grad_input) == {"int4", "int8", "int4/tensor", "int8/tensor"}
     assert set(layer.grad_weight) == GRANULES | {f"{name}/tensor" for name in GRANULES}
@@ -83,7 +106,10 @@ def test_every_convolution_and_every_strategy_is_measured(profile):
         assert errors["int8"] < 0.05
 
 
-@pytest.mark.parametrize(("kernel", "stride", "apart"), [(3, 1, 0.02), (3, 2, 0.02), (1, 1, 0.06)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "apart"),
+    [(3, 2, 0.02), (1, 1, 0.06), pytest.param(3, 1, 0.02, marks=pytest.mark.slow)],
+)
 def test_measured_errors_are_those_of_the_rewritten_step(kernel, stride, apart):
     """The profile's g_w error is what training then has, x stored as the strategy stores it.
 
@@ -132,23 +158,18 @@ def test_every_geometry(make, shape):
         assert found.grad_input["int8"].error < 0.05
 
 
-def test_nothing_is_changed():
-    model = ResNet()
-    before, states = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    calibrate(model, batches(), loss_of, progress=False)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(states, torch.get_rng_state())
+def test_nothing_is_changed(calibrated):
+    assert calibrated[1] == set()
 
 
-def test_gradients_of_an_observed_step_are_the_usual_ones(tmp_path):
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_of_an_observed_step_are_the_usual_ones(tmp_path, lower):
     """Looking changes nothing, batch norm's statistics included."""
     models = ResNet(), ResNet()
     looks = {"lqs": "auto", "lqs_warm_up": 0, "lqs_rechecks": 0, "profile": tmp_path / "p.json"}
     for model, options in zip(models, ({}, looks), strict=True):
         torch._dynamo.reset()
-        step = torch.compile(model, backend="hot", options={**ALWAYS, **options})
-        loss_of(step, batches(1)[0]).backward()
+        loss_of(step_of(model, lower, **options), batches(1)[0]).backward()
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     for mine, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
@@ -160,31 +181,31 @@ def test_the_backend_chooses_by_the_profile(profile, tmp_path):
     profile.save(path)
     model, (x, _) = ResNet(), batches(1)[0]
 
-    def decision(name="block2.conv2", **options):
+    def decision(name="block.conv2", **options):
         found = explain(model, x, options={**ALWAYS, "profile": path, **options})
         return found.plan[name]
 
     chosen = decision()
     assert chosen.strategy == "int4"
     assert chosen.reason.startswith("LQS: g_w error")
-    errors = profile.layers["block2.conv2"].grad_weight
+    errors = profile.layers["block.conv2"].grad_weight
     between = (errors["int8"].error + errors["int4"].error) / 2
     chosen = decision(error_budget=between)
     assert chosen.strategy == "int8"
     assert "no int4: g_w error" in chosen.reason
     assert decision(error_budget=1e-4).strategy == "exact"
     assert decision("stem").strategy == "exact"
-    one_by_one = decision("block2.shortcut", recipe="fast", error_budget=1.5)
+    one_by_one = decision("block.shortcut", recipe="fast", error_budget=1.5)
     assert one_by_one.strategy in ("hla8", "int4")
-    assert "hla8" not in str(decision("block2.conv2", recipe="fast", error_budget=0.2).strategy)
+    assert "hla8" not in str(decision("block.conv2", recipe="fast", error_budget=0.2).strategy)
 
 
 def test_a_profile_without_the_convolutions_is_refused(profile, tmp_path):
     data = profile.to_json()
-    del data["layers"]["block1.conv2"]
+    del data["layers"]["block.conv2"]
     path = tmp_path / "p.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(Exception, match=r"block1.conv2 \(32 x 288\): not in the profile"):
+    with pytest.raises(Exception, match=r"block.conv2 \(32 x 288\): not in the profile"):
         explain(ResNet(), batches(1)[0][0], options={**ALWAYS, "profile": path})
 
 
@@ -192,27 +213,27 @@ def test_fast_measures_convolutions_by_itself(tmp_path):
     """hla8 of a 1 x 1 convolution comes after the observed steps, within the budget only."""
     path = tmp_path / "p.json"
     options = {
-        **ALWAYS, "recipe": "fast", "lqs": "auto", "profile": path, "lqs_warm_up": 1,
+        "recipe": "fast", "lqs": "auto", "profile": path, "lqs_warm_up": 1,
         "lqs_batches": 1, "lqs_rechecks": 0,
     }  # fmt: skip
     model = ResNet()
-    step = torch.compile(model, backend="hot", options=options)
+    step = step_of(model, **options)
     for batch in batches(4):
         loss_of(step, batch).backward()
     assert set(Profile.load(path).layers) == CONVS | {"head"}
     torch._dynamo.reset()
-    plan = explain(model, batches(1)[0][0], options=options).plan
+    plan = explain(model, batches(1)[0][0], options={**ALWAYS, **options}).plan
     assert all("LQS" in plan[name].reason for name in CONVS - {"stem"})
 
 
 def test_the_monitor_watches_convolutions():
     seen = {}
     model, monitor = ResNet(), hot_compile.Monitor(every=1, rotate=1, callback=seen.__setitem__)
-    step = torch.compile(model, backend="hot", options={**ALWAYS, "monitor": monitor})
+    step = step_of(model, monitor=monitor)
     for batch in batches(3):
         loss_of(step, batch).backward()
     found = seen[1]
-    others = {"depthwise.weight", "depthwise.bias", "block1.norm1.weight"}
+    others = {"depthwise.weight", "depthwise.bias", "block.norm1.weight"}
     assert found.keys() >= CONVS | {"head"} | others
     assert {name for name, sides in found.items() if "g_w" in sides} == CONVS - {"stem"}
     for name in CONVS - {"stem"}:

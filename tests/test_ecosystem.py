@@ -15,6 +15,8 @@ from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"recipe": "int8", "min_gain": 0, "keep_head": False}
+UNCOMPILED = functools.partial(hot, options=ALWAYS, inner_compile=run_uncompiled)
+"""For what ends before Inductor's lowering: graphs run node by node."""
 
 
 class Net(nn.Module):
@@ -41,13 +43,14 @@ def _fresh():
     torch.manual_seed(0)
 
 
-def check(model, wrap=lambda model: model, context=None):
+def check(model, wrap=lambda model: model, context=None, lower=False):
     """Gradients agree with eager's; returns how many layers each graph had rewritten."""
     x = torch.randn(64, 128)
     exact = copy.deepcopy(model)
     exact(x).square().mean().backward()
     reports = Reports()
-    backend = functools.partial(hot, options=ALWAYS, recorder=reports)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=ALWAYS, recorder=reports, **keywords)
     compiled = torch.compile(wrap(model), backend=backend)
     with context or torch.enable_grad():
         compiled(x).square().mean().backward()
@@ -56,18 +59,24 @@ def check(model, wrap=lambda model: model, context=None):
     return [len(graph.plan.rewritten) for graph in reports.graphs]
 
 
-def test_graph_breaks_give_two_graphs():
-    assert check(Broken()) == [1, 2]
+LOWERED = pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Run node by node, and behind ``slow`` as Inductor's code, too."""
 
 
+@LOWERED
+def test_graph_breaks_give_two_graphs(lower):
+    assert check(Broken(), lower=lower) == [1, 2]
+
+
+@LOWERED
 @pytest.mark.parametrize("split", [True, False])
-def test_ddp_split_by_buckets_or_whole(tmp_path, split):
+def test_ddp_split_by_buckets_or_whole(tmp_path, split, lower):
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         wrap = functools.partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=1)
         with torch._dynamo.config.patch(optimize_ddp=split):
-            rewritten = check(Net(width=640), wrap)
+            rewritten = check(Net(width=640), wrap, lower=lower)
     finally:
         torch.distributed.destroy_process_group()
     assert sum(rewritten) == 3
@@ -75,12 +84,14 @@ def test_ddp_split_by_buckets_or_whole(tmp_path, split):
 
 
 def test_compiled_autograd():
-    assert check(Net(), context=torch._dynamo.config.patch(compiled_autograd=True)) == [3]
+    context = torch._dynamo.config.patch(compiled_autograd=True)
+    assert check(Net(), context=context, lower=True) == [3]
 
 
-def test_activation_memory_budget():
+@LOWERED
+def test_activation_memory_budget(lower):
     with torch._functorch.config.patch(activation_memory_budget=0.3):
-        assert check(Net()) == [3]
+        assert check(Net(), lower=lower) == [3]
 
 
 def test_gradient_accumulation_over_steps():
@@ -92,29 +103,35 @@ def test_gradient_accumulation_over_steps():
     torch.testing.assert_close(model.a.weight.grad, 2 * once)  # same inputs, same bits
 
 
-def test_weight_norm_and_spectral_norm():
+@LOWERED
+def test_weight_norm_and_spectral_norm(lower):
     model = Net()
     torch.nn.utils.parametrizations.weight_norm(model.a)
     torch.nn.utils.parametrizations.spectral_norm(model.b)
-    assert check(model) == [3]
+    assert check(model, lower=lower) == [3]
 
 
-def test_transformer_encoder_layer():
+@LOWERED
+def test_transformer_encoder_layer(lower):
     model = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
     reports = Reports()
-    backend = functools.partial(hot, options=ALWAYS, recorder=reports)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=ALWAYS, recorder=reports, **keywords)
     torch.compile(model, backend=backend)(torch.randn(4, 9, 128)).square().mean().backward()
     names = {d.site for d in reports.graphs[0].plan.rewritten}
     assert {"linear1", "linear2", "self_attn"} <= names
 
 
-def test_compiling_twice_with_different_recipes_does_not_mix():
+@LOWERED
+def test_compiling_twice_with_different_recipes_does_not_mix(lower):
     x = torch.randn(64, 128)
     exact, packed = Net(), Net()
     seen = {}
     for name, model in (("exact", exact), ("hot", packed)):
         reports = Reports()
-        backend = functools.partial(hot, options={**ALWAYS, "recipe": name}, recorder=reports)
+        options = {**ALWAYS, "recipe": name}
+        keywords = {} if lower else {"inner_compile": run_uncompiled}
+        backend = functools.partial(hot, options=options, recorder=reports, **keywords)
         torch.compile(model, backend=backend)(x).sum().backward()
         seen[name] = len(reports.graphs[0].plan.rewritten)
     assert seen == {"exact": 0, "hot": 3}
@@ -282,13 +299,15 @@ def weighted(out):
     return (out * WEIGHTS[: out.numel()].view_as(out)).sum()
 
 
-def test_hooks_run_and_count():
+@LOWERED
+def test_hooks_run_and_count(lower):
     model, seen = Net(), []
     model.b.register_forward_hook(lambda module, args, out: out * 1.5)
     model.b.register_full_backward_hook(lambda module, g_in, g_out: seen.append(g_in))
     model.a.weight.register_hook(lambda g: g * 2)
     model.c.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    assert sum(check(model)) >= 2  # torch 2.11 leaves the module with a backward hook to eager
+    rewritten = check(model, lower=lower)
+    assert sum(rewritten) >= 2  # torch 2.11 leaves the module with a backward hook to eager
     assert len(seen) == 2  # exact's and ours
 
 
@@ -304,13 +323,13 @@ def test_functional_call_and_per_sample_gradients():
         return torch.func.grad(loss)(parameters, x), per_sample(parameters, x)
 
     want = gradients(parameters, x)
-    got = torch.compile(gradients, backend="hot", options=ALWAYS)(parameters, x)
+    got = torch.compile(gradients, backend=UNCOMPILED)(parameters, x)
     for mine, theirs in zip(got, want, strict=True):
         for name in parameters:
             assert cosine(mine[name], theirs[name]) > 0.98
 
     leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    compiled = torch.compile(loss, backend="hot", options=ALWAYS)
+    compiled = torch.compile(loss, backend=UNCOMPILED)
     for g, name in zip(
         torch.autograd.grad(compiled(leaves, x), list(leaves.values())), leaves, strict=True
     ):
@@ -320,7 +339,7 @@ def test_functional_call_and_per_sample_gradients():
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**60])
 def test_gradient_scaler_steps_or_skips(scale):
     model, x = Net(), torch.randn(64, 128)
-    compiled = torch.compile(model, backend="hot", options=ALWAYS)
+    compiled = torch.compile(model, backend=UNCOMPILED)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     before = copy.deepcopy(model.state_dict())
@@ -359,7 +378,9 @@ def test_double_backward_is_refused_as_by_inductor():
         g.square().sum().backward()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD]
+)
 def test_a_step_compiled_whole_with_its_optimizer(optimizer):
     losses = {}
     for backend in ("eager", "hot"):
@@ -397,7 +418,7 @@ def test_checkpoints_are_the_models_own(tmp_path):
 def test_accelerate_trains_a_model_compiled_in_place():
     accelerate = pytest.importorskip("accelerate")
     model, x = Net(), torch.randn(64, 128)
-    model.compile(backend="hot", options=ALWAYS)
+    model.compile(backend=UNCOMPILED)
     helper = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     prepared, optimizer = helper.prepare(model, optimizer)

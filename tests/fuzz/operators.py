@@ -14,8 +14,11 @@ from torch.utils import _pytree as pytree
 @functools.cache
 def database() -> dict:
     """Every differentiable operator that torch's tests list, by its name with its variant."""
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
+    # every sample looks through the source of the whole stack for a test class, to name it
+    common_utils.extract_test_fn = lambda: None
     # torch's test utilities forbid everybody to set torch.backends.* from then on: take that back
     torch.backends.__allow_nonbracketed_mutation_flag = True
     return {

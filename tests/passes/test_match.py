@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
-from hot_compile.inspect import Reports
+from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"recipe": "int8", "min_gain": 0, "keep_head": False}
@@ -170,12 +170,22 @@ def test_double_is_refused():
     assert all("float64" in d.reason for d in found.values())
 
 
-@pytest.mark.parametrize("recipe", ["int8", "hot", "fast"])
-def test_dynamic_batch_compiles_once(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "lower"),
+    [
+        ("int8", False),
+        ("hot", True),
+        ("fast", False),
+        pytest.param("int8", True, marks=pytest.mark.slow),
+        pytest.param("fast", True, marks=pytest.mark.slow),
+    ],
+)
+def test_dynamic_batch_compiles_once(recipe, lower):
     model = mlp()
     reports = Reports()
     options = {**ALWAYS, "recipe": recipe}
-    backend = functools.partial(hot, options=options, recorder=reports)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=options, recorder=reports, **keywords)
     compiled = torch.compile(model, backend=backend, dynamic=True)
     for batch in (33, 64, 40):  # more than one INT4 group: sizes of 1 are specialised by torch
         compiled(torch.randn(batch, 5, 48)).square().mean().backward()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hot_compile.backend import hot
-from hot_compile.inspect import Reports
+from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"recipe": "int8", "min_gain": 0, "override": {"*": "int8"}}
@@ -189,14 +189,23 @@ def test_shared_module():
     assert strategies(check(Twice(), images())) == {"layer": "int8", "layer#2": "int8"}
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4", "hla8"])
-def test_dynamic_batch_compiles_once(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "lower"),
+    [
+        ("int8", False),
+        ("int4", False),
+        ("hla8", False),
+        *(pytest.param(r, True, marks=pytest.mark.slow) for r in ("int8", "int4", "hla8")),
+    ],
+)
+def test_dynamic_batch_compiles_once(recipe, lower):
     model = nn.Sequential(
         nn.Conv2d(8, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 8, 1), nn.Conv2d(8, 4, 2, stride=2)
     )
     reports = Reports()
     options = {**ALWAYS, "override": {"*": recipe}}
-    backend = functools.partial(hot, options=options, recorder=reports)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=options, recorder=reports, **keywords)
     compiled = torch.compile(model, backend=backend)
     for batch in (3, 5, 4):
         x = images(batch=batch)
@@ -214,8 +223,15 @@ def test_symbolic_spatial_sizes_are_refused():
     assert all("symbolic" in d.reason for d in found.values())
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("recipe", ["int4", "hla8"])
+@pytest.mark.parametrize(
+    ("recipe", "memory_format"),
+    [
+        ("int4", torch.channels_last),
+        ("hla8", torch.contiguous_format),
+        pytest.param("int4", torch.contiguous_format, marks=pytest.mark.slow),
+        pytest.param("hla8", torch.channels_last, marks=pytest.mark.slow),
+    ],
+)
 def test_lowered_by_inductor(recipe, memory_format):
     """As a user's run is: a residual block with normalisation, strides and a shortcut."""
 

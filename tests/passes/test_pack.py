@@ -153,8 +153,18 @@ def test_bits_are_lossless(shape, seed):
     "scheme",
     [Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12, Scheme.CHANNELS8, Scheme.BITS],
 )
-@pytest.mark.parametrize("make", ["contiguous", "permuted", "channels_last", "gaps"])
-def test_layouts_keep_values_in_their_places(scheme, make):
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        *((make, False) for make in ("contiguous", "permuted", "channels_last", "gaps")),
+        ("channels_last", True),
+        *(
+            pytest.param(make, True, marks=pytest.mark.slow)
+            for make in ("contiguous", "permuted", "gaps")
+        ),
+    ],
+)
+def test_layouts_keep_values_in_their_places(scheme, make, compiled):
     """Every group constant, which every scheme restores up to bf16: a misplaced group shows."""
     base = torch.arange(4 * 6 * 2).float().repeat_interleave(64).view(4, 6, 2, 64) / 64 + 1
     image = torch.arange(3 * 64).view(3, 1, 64).expand(3, 128, 64) / 64 + 1
@@ -166,12 +176,11 @@ def test_layouts_keep_values_in_their_places(scheme, make):
     }[make]()
     x = x > 1.3 if scheme is Scheme.BITS else x
     tolerance = 0.04 if scheme is Scheme.CHANNELS8 else 2**-7
-    for compiled in (False, True):
-        _, y = round_trip(x, scheme, compiled)
-        if scheme is Scheme.BITS:
-            assert torch.equal(x, y)
-        else:
-            torch.testing.assert_close(x, y, rtol=tolerance, atol=0)
+    _, y = round_trip(x, scheme, compiled)
+    if scheme is Scheme.BITS:
+        assert torch.equal(x, y)
+    else:
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.GROUPS12, Scheme.CHANNELS8, *CODED])
@@ -273,10 +282,16 @@ def test_layouts_that_cannot_be_cut_say_why():
     assert "do not divide" in layout_of(torch.empty(96, 64).t(), Scheme.ROWS8)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("size", "compiled"),
+    [
+        *((size, False) for size in (1, 7, 15)),
+        (7, True),
+        *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 15)),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", [Scheme.CHANNELS8, Scheme.ROWS8])
-@pytest.mark.parametrize("size", [1, 7, 15])
 def test_a_mask_rides_in_the_lowest_bit(scheme, dtype, size, compiled):
     spread = torch.rand(40, 1, 1) * 3
     x = (torch.randn(3, 40, size, size) * spread).to(dtype)

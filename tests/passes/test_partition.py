@@ -1,5 +1,7 @@
 """What crosses to the backward: how it is stored, why not, and that nothing else changes."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
 from hot_compile.passes.graph import aten
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.crossers import Judge, crossers
@@ -24,8 +28,12 @@ def schemes(kept, module):
     return {c.scheme for c in kept if c.module.startswith(module) and c.bytes_before >= 1024}
 
 
-def stack(**kwargs):
-    blocks = nn.ModuleList([Block(**kwargs), Block(**kwargs)])
+LOWERED = pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Run node by node, and behind ``slow`` as Inductor's code, too."""
+
+
+def stack(depth=2, **kwargs):
+    blocks = nn.ModuleList(Block(**kwargs) for _ in range(depth))
 
     def loss(x, mask=None):
         for block in blocks:
@@ -294,10 +302,10 @@ def test_a_checkpointed_region_is_not_fought():
 
 def test_options_choose_what_is_stored():
     torch.manual_seed(0)
-    _, loss = stack()
+    _, loss = stack(1)
     x = torch.randn(4, 48, 128)
-    off, paper, eight, six, four = (
-        held(loss, x, **options)
+    kept = [
+        crossing(loss, x, **options)
         for options in (
             {"memory": "off"},
             {"memory": "paper"},
@@ -305,16 +313,17 @@ def test_options_choose_what_is_stored():
             {},
             {"memory_bits": 4},
         )
-    )
+    ]
+    off, paper, eight, six, four = (sum(c.bytes for c in crossers) for crossers in kept)
     assert off >= paper > six
     assert off > eight > six > four
-    assert "int4" not in {c.scheme for c in crossing(loss, x)}
-    assert "groups6" not in {c.scheme for c in crossing(loss, x, memory_bits=8)}
+    assert "int4" not in {c.scheme for c in kept[3]}
+    assert "groups6" not in {c.scheme for c in kept[2]}
 
 
 def test_smaller_budgets_never_hold_more():
     torch.manual_seed(0)
-    _, loss = stack()
+    _, loss = stack(1)
     x = torch.randn(4, 48, 128)
     exact, least = held(loss, x, memory="off"), held(loss, x)
     sizes = [held(loss, x, memory_budget=f) for f in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)]
@@ -327,42 +336,63 @@ def test_smaller_budgets_never_hold_more():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_trains(dtype):
+@LOWERED
+def test_every_dtype_trains(dtype, lower):
+    trains(dtype, lower)
+
+
+def test_a_lowered_block_trains():
+    trains(torch.bfloat16, lower=True)
+
+
+def trains(dtype, lower):
     torch.manual_seed(0)
-    blocks, loss = stack()
+    blocks, loss = stack(1)
     blocks.to(dtype)
     x = torch.randn(4, 48, 128, dtype=dtype)
     loss(x).backward()
     exact = {n: p.grad.clone() for n, p in blocks.named_parameters()}
     blocks.zero_grad()
-    hot_step(loss, x, options=ALL, lower=True)
+    hot_step(loss, x, options=ALL, lower=lower)
     for n, p in blocks.named_parameters():
         if exact[n].float().norm() > 1e-4 and "kv.bias" not in n:
             assert cosine(p.grad.float(), exact[n].float()) > 0.9, n
 
 
-def test_symbolic_batch_and_length():
-    """One graph for every size: the second and third step compile nothing."""
+@LOWERED
+def test_symbolic_batch_and_length(lower):
     torch.manual_seed(0)
+    one_graph_for_every_size(*stack(1), lower)
+
+
+def test_symbolic_sizes_lowered():
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    one_graph_for_every_size(mlp, lambda x: mlp(x).square().mean(), lower=True)
+
+
+def one_graph_for_every_size(model, loss, lower):
+    """The second and third step compile nothing."""
     torch._dynamo.reset()
     counters.clear()
-    blocks, loss = stack()
-    step = torch.compile(loss, backend="hot", options=ALL, dynamic=True)
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options=ALL, **keywords)
+    step = torch.compile(loss, backend=backend, dynamic=True)
     for batch, length in ((4, 48), (3, 33), (6, 40)):
         x = torch.randn(batch, length, 128)
-        blocks.zero_grad()
+        model.zero_grad()
         loss(x).backward()
-        exact = {n: p.grad.clone() for n, p in blocks.named_parameters()}
-        blocks.zero_grad()
+        exact = {n: p.grad.clone() for n, p in model.named_parameters()}
+        model.zero_grad()
         step(x).backward()
         assert counters["stats"]["unique_graphs"] == 1
-        for n, p in blocks.named_parameters():
+        for n, p in model.named_parameters():
             if exact[n].norm() > 1e-6 and "kv.bias" not in n:
                 assert cosine(p.grad, exact[n]) > 0.93, n
 
 
 def test_non_finite_activations_reach_the_gradient():
-    _, loss = stack()
+    _, loss = stack(1)
     layer = nn.Linear(128, 128)
     x = torch.randn(4, 48, 128)
     x[1, 3, 7] = float("inf")
@@ -370,7 +400,8 @@ def test_non_finite_activations_reach_the_gradient():
     assert not torch.isfinite(layer.weight.grad).all()
 
 
-def test_a_failure_while_storing_leaves_everything_exact(monkeypatch, caplog):
+@LOWERED
+def test_a_failure_while_storing_leaves_everything_exact(monkeypatch, caplog, lower):
     import hot_compile.passes.storage.store as partition
 
     torch.manual_seed(0)
@@ -389,7 +420,7 @@ def test_a_failure_while_storing_leaves_everything_exact(monkeypatch, caplog):
         return unpack(*args)
 
     monkeypatch.setattr(partition, "unpack", breaks)
-    hot_step(loss, x, options={**ALL, "exclude": "*"}, lower=True)
+    hot_step(loss, x, options={**ALL, "exclude": "*"}, lower=lower)
     assert "on purpose" in caplog.text
     for n, p in blocks.named_parameters():
         torch.testing.assert_close(p.grad, exact[n], rtol=1e-3, atol=1e-5)

@@ -252,13 +252,15 @@ def test_threads_change_nothing(assert_same):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MALLOC_PERTURB_ is glibc's")
 def test_every_byte_is_written():
-    """Some of the tests above, with fresh memory full of 0x5a instead of whatever was there."""
+    """Some tests of here, of products and of sizes, with fresh memory full of 0x5a."""
     chosen = "every_rank or int4_storage or special_values or layouts"
+    chosen += " or test_integer_products or test_convolutions"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     environment = {**os.environ, "MALLOC_PERTURB_": "165"}
     environment.pop("PYTEST_ADDOPTS", None)
+    files = [__file__.replace("providers", n) for n in ("providers", "products", "small_sizes")]
     done = subprocess.run(
-        [*command, __file__, __file__.replace("providers", "products")],
+        [*command, *files],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
