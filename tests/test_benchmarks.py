@@ -38,6 +38,29 @@ def test_workloads_have_a_loss(program, name):
     assert all(p.grad is not None for p in work.model.parameters())
 
 
+def test_against_stock(program, tmp_path):
+    """A process a row; what is measured of each configuration stands beside stock's."""
+    file, drawing = tmp_path / "rows.json", tmp_path / "rows.png"
+    rows = program("against_stock").main(
+        rows="vit-tiny",
+        device="cpu",
+        dtype="fp32",
+        configs="exact,hot",
+        rounds=1,
+        jobs=1,
+        json_file=file,
+        plot_file=drawing,
+        child=None,
+    )
+    assert [row.config for row in rows] == ["exact", "hot"]
+    stock, ours = rows
+    assert ours.loss == pytest.approx(stock.loss, rel=1e-4)
+    assert 0 < ours.peak_bytes < stock.peak_bytes
+    assert min(stock.best_ms, stock.host_ms, ours.best_ms, ours.host_ms) > 0
+    assert len(json.loads(file.read_text())["rows"]) == 2
+    assert drawing.stat().st_size > 1000
+
+
 def test_grad_error(program):
     assert program("grad_error").main(steps="0", batch=2) == 16
 
