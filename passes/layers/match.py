@@ -152,6 +152,7 @@ class _Context:
     def _site(self, forward: fx.Node, nodes: SiteNodes, refusal: str | None) -> Site:
         rows, width = nodes.x.meta["val"].shape
         lead = _lead(nodes.x)
+        scores = reaches(forward, _REORDERED, _normalises)
         return Site(
             name=module_path(forward) or self._weight_name(nodes.weight) or forward.name,
             rows=rows,
@@ -161,10 +162,10 @@ class _Context:
             device=nodes.grad_output.meta["val"].device,
             lead=lead,
             batched=any(_same(lead[0], size) for size in self.batch_sizes),
-            head=_is_head(forward),
+            head=scores or _is_head(forward),
             refusal=refusal,
             nodes=None if refusal else nodes,
-            scores=reaches(forward, VIEWS | CASTS, _normalises),
+            scores=scores,
             first=nodes.grad_input is None and self._is_input(nodes.x),
         )
 
@@ -283,8 +284,8 @@ def _lead(x: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_head(forward: fx.Node) -> bool:
-    """The layer's output leaves the graph or enters the loss through views and casts only."""
-    return reaches(forward, VIEWS | CASTS, lambda user: user.op == "output" or user.target in _LOSS)
+    """The layer's output leaves the graph through views and casts only."""
+    return reaches(forward, VIEWS | CASTS, lambda user: user.op == "output")
 
 
 def _normalises(user: fx.Node) -> bool:

@@ -247,3 +247,26 @@ def test_batched_rows_are_recognised_by_the_user_inputs():
     flat = Holder(lambda m, x: m.inner(x.transpose(0, 1)), inner=mlp())
     found = check(flat, torch.randn(16, 40, 48), options=options, floor=0.9)
     assert all("not the batch" in d.reason for d in found.values())
+
+
+@pytest.mark.parametrize("shift", [False, True], ids=["whole", "shifted"])
+def test_a_head_whose_loss_is_in_the_graph_is_a_head(shift):
+    """The softmax of a loss is decomposed by the time a graph is matched."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 40))
+    x, labels = torch.randn(6, 16, 48), torch.randint(40, (6, 16))
+
+    def loss(x):
+        scores = model(x).float()
+        if shift:
+            return F.cross_entropy(
+                scores[:, :-1].contiguous().view(-1, 40), labels[:, 1:].flatten()
+            )
+        return F.cross_entropy(scores.view(-1, 40), labels.flatten())
+
+    options = {"recipe": "int8", "min_gain": 0, "head": "off"}
+    _, graphs = hot_step(loss, x, options=options)
+    first, last = (decision for graph in graphs for decision in graph.plan)
+    assert first.strategy.value == "int8"
+    assert last.strategy.value == "exact"
+    assert "head" in last.reason
