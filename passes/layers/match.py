@@ -33,7 +33,7 @@ from hot_compile.passes.site import Site, SiteNodes
 _PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
-_REORDERED = VIEWS | CASTS | PADS | {aten.clone.default}
+_REORDERED: set[object] = VIEWS | CASTS | PADS | {aten.clone.default}
 _FLATTENING = {
     aten.view.default,
     aten.reshape.default,
