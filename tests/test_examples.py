@@ -37,8 +37,10 @@ def test_minimal(example):
     ("name", "picture"),
     [
         ("train_vit_digits", "vit_digits.png"),
-        ("train_resnet_digits", "resnet_digits.png"),
-        ("train_resnet_digits --task glyphs", "resnet_glyphs.png"),
+        pytest.param("train_resnet_digits", "resnet_digits.png", marks=pytest.mark.slow),
+        pytest.param(
+            "train_resnet_digits --task glyphs", "resnet_glyphs.png", marks=pytest.mark.slow
+        ),
         ("train_char_gpt", "char_gpt.png"),
     ],
 )
