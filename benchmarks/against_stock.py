@@ -30,7 +30,7 @@ from models import Size, Workload, build
 from report import environment, write_json
 from rich.console import Console
 from rich.table import Table
-from step import compile_for, compiler_settings
+from step import compile_for, compiler_settings, synchronize
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
@@ -138,8 +138,7 @@ class Stepper:
         loss.backward()
         if self.optimizer:
             self.optimizer.step()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
         return loss.detach()
 
     def compile(self) -> None:
@@ -156,7 +155,7 @@ class Stepper:
 
     def measure(self, steps: int) -> None:
         """One round."""
-        self._waited(lambda: None)
+        synchronize(self.device)
         start = time.perf_counter()
         self._waited(lambda: [self.step() for _ in range(steps)])
         self.row.best_ms = min(self.row.best_ms, (time.perf_counter() - start) / steps * 1e3)
@@ -179,8 +178,7 @@ class Stepper:
 
     def _waited(self, work: Callable[[], Any]) -> None:
         work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
 
 def measure(
@@ -221,7 +219,7 @@ class Child:
 
     def __init__(self, name: str, arguments: list[str]):
         self.name = name
-        command = [sys.executable, *_flags(), __file__, "--child", name, *arguments]
+        command = [sys.executable, __file__, "--child", name, *arguments]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
@@ -241,10 +239,6 @@ class Child:
     def _answer(self) -> str:
         assert self._process.stdout
         return self._process.stdout.readline().strip()
-
-
-def _flags() -> list[str]:
-    return ["-P"] if sys.flags.safe_path else []
 
 
 def as_table(rows: list[Row], title: str) -> Table:
@@ -282,12 +276,13 @@ def plot(rows: list[Row], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    stock = {row.case: row for row in reversed(rows)}
+    cases = list(dict.fromkeys(row.case for row in rows))
+    stock = {row.case: row for row in reversed(rows)}  # the first of each case
     configs = [row.config for row in rows if row.case == rows[0].case][1:]
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True)
     for place, config in enumerate(configs):
         mine = [row for row in rows if row.config == config]
-        at = [list(stock)[::-1].index(row.case) + (place - 1) * 0.8 / len(configs) for row in mine]
+        at = [cases.index(row.case) + (place - 1) * 0.8 / len(configs) for row in mine]
         speed = [stock[row.case].best_ms / row.best_ms for row in mine]
         peak = [row.peak_bytes / max(1, stock[row.case].peak_bytes) for row in mine]
         for axis, heights in zip(axes, (speed, peak), strict=True):
@@ -296,7 +291,7 @@ def plot(rows: list[Row], file: Path) -> None:
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_ylabel(title)
     axes[0].legend()
-    axes[1].set_xticks(range(len(stock)), list(stock)[::-1], rotation=30, ha="right")
+    axes[1].set_xticks(range(len(cases)), cases, rotation=30, ha="right")
     figure.tight_layout()
     figure.savefig(file)
 

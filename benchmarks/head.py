@@ -27,7 +27,7 @@ import typer
 from report import environment, write_json
 from rich.console import Console
 from rich.table import Table
-from step import compile_for, compiler_settings
+from step import compile_for, compiler_settings, synchronize
 from torch import Tensor, nn
 
 from hot_compile.frameworks import trace_past_warnings
@@ -126,17 +126,12 @@ class Stepper:
 
     def measure(self) -> None:
         """One timed step."""
-        _wait(self.ids.device)
+        synchronize(self.ids.device)
         start = time.perf_counter()
         loss = self.step()
-        _wait(self.ids.device)
+        synchronize(self.ids.device)
         self.row.best_ms = min(self.row.best_ms, (time.perf_counter() - start) * 1e3)
         self.row.loss = loss.item()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(

@@ -145,17 +145,18 @@ class Trainer:
 
     def measure_time(self, steps: int) -> None:
         """One sample: ``steps`` steps, waited for together."""
-        _synchronize(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         for _ in range(steps):
             loss = self.step()
-        _synchronize(self.device)
+        synchronize(self.device)
         self.row.samples_ms.append((time.perf_counter() - start) / steps * 1e3)
         self.row.step_ms = statistics.median(self.row.samples_ms)
         self.row.loss = loss.item()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what was sent to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
