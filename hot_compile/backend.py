@@ -22,11 +22,12 @@ from .observing.collector import Collector
 from .observing.monitor import Gauge, Monitor, Watched, monitor_of
 from .observing.watching import Twin, Watch, twin
 from .passes.cost.devices import pricing
+from .passes.cost.linear import Pricing
 from .passes.graph import clean_path, module_path
 from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
-from .passes.pipeline import Context, JointPass, Partitioner, Pricing, Recorder, sources_hash
+from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
 from .record import Dump, Heard, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
@@ -152,7 +153,7 @@ class _Graph:
         recorder = Dump() if observation else self.recorder or Dump(dump)
         if self.listener and not observation:
             recorder = Heard(recorder, self.listener)
-        if config.memory is not Memory.OFF and self._on_gpu() and not observation:
+        if config.memory is not Memory.OFF and self.on_gpu and not observation:
             patches.setdefault(_REALIZED, _RESTORED_OPERATIONS)
         if dump or self.recorder or observation:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
@@ -175,8 +176,16 @@ class _Graph:
         patches["custom_partitioner_fn"] = partitioner
         return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
 
-    def _on_gpu(self) -> bool:
-        return any(isinstance(x, torch.Tensor) and x.is_cuda for x in self.example_inputs)
+    @property
+    def devices(self) -> list[torch.device]:
+        """Of its inputs, each once, in the order of their names."""
+        tensors = (x for x in self.example_inputs if isinstance(x, torch.Tensor))
+        return [torch.device(name) for name in sorted({str(x.device) for x in tensors})]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Some input is on a GPU."""
+        return any(device.type == "cuda" for device in self.devices)
 
     def watched(
         self,
@@ -243,8 +252,7 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
 
 def _runs_operators(graph: _Graph) -> bool:
     """Every device has a runtime: else nothing is rewritten, and there is nothing to choose."""
-    devices = {str(x.device) for x in graph.example_inputs if isinstance(x, torch.Tensor)}
-    return not any(isinstance(graph.prices(torch.device(device)), str) for device in devices)
+    return not any(isinstance(graph.prices(device), str) for device in graph.devices)
 
 
 def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -308,9 +316,7 @@ def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:
     Module paths count because include, exclude and override match on them.
     """
     paths = sorted({module_path(node) or "" for node in graph.gm.graph.nodes})
-    tensors = (x for x in graph.example_inputs if isinstance(x, torch.Tensor))
-    devices = sorted({str(x.device) for x in tensors})
-    prices = [repr(graph.prices(torch.device(device))) for device in devices]
+    prices = [repr(graph.prices(device)) for device in graph.devices]
     content = profile.content_hash() if profile else None
     parts = (
         sources_hash(),

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import OptionError
@@ -186,6 +187,11 @@ class HotConfig:
         if fields.get("profile") is not None:  # what was calibrated is used as it is
             fields.setdefault("lqs", "off")
         return dataclasses.replace(RECIPES[recipe], **fields)
+
+    def overridden(self, name: str) -> Strategy | None:
+        """What ``override`` gives a layer of this name: the last glob that matches counts."""
+        chosen = (s for glob, s in reversed(self.override) if fnmatchcase(name, glob))
+        return next(chosen, None)
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON-ready values."""

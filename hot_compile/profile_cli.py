@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 
 from .errors import ProfileFormatError
-from .passes.measure.profile import LayerProfile, Profile
+from .passes.measure.profile import SIDES, LayerProfile, Profile
 from .tables import PlainTable
 
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)
-_SIDES = ("grad_input", "grad_weight", "forward")
 
 
 @app.command()
@@ -79,7 +78,7 @@ def _variants(profile: Profile, side: str) -> list[str]:
 
 def _errors_table(profile: Profile) -> PlainTable:
     """Relative errors: g_x by width and granule, g_w by strategy."""
-    columns = [(side, name) for side in _SIDES for name in _variants(profile, side)]
+    columns = [(side, name) for side in SIDES for name in _variants(profile, side)]
     short = {"grad_input": "g_x", "grad_weight": "g_w", "forward": "y"}
     headers = [f"{short[side]} {name}" for side, name in columns]
     title = "relative error of gradients, and of y by an 8-bit forward"
@@ -122,7 +121,7 @@ def _figures(layer: LayerProfile | None) -> Iterator[tuple[str, Any]]:
         return
     for key in ("outputs", "inputs", "rows", "dtype", "batches", "token_error", "tensor_error"):
         yield key, getattr(layer, key)
-    for side in (*_SIDES, "stats"):
+    for side in (*SIDES, "stats"):
         for name, measure in getattr(layer, side).items():
             for key, value in vars(measure).items():
                 yield f"{side} {name} {key}", value

@@ -105,16 +105,16 @@ class Emitter:
             return node
         return self(aten.permute.default, node, list(order))
 
-    def from_memory(self, vector: fx.Node) -> fx.Node:
-        """``vector``, at most one dimension longer than 1, read from memory by whoever uses it.
+    def from_memory(self, value: fx.Node) -> fx.Node:
+        """``value``, whose strides are those that Inductor gives it, read from memory by its users.
 
         Inductor would else work it out again for every element that it is applied to, wherever it
         comes from another kernel. What is no more than a view of something lies in memory already.
         """
-        if vector.op != "call_function" or vector.target in VIEWS:
-            return vector
-        fake = vector.meta["val"]
-        return self(aten.as_strided.default, vector, list(fake.shape), list(fake.stride()))
+        if value.op != "call_function" or value.target in VIEWS:
+            return value
+        fake = value.meta["val"]
+        return self(aten.as_strided.default, value, list(fake.shape), list(fake.stride()))
 
 
 class Traced:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
-from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
@@ -60,10 +60,6 @@ log = logging.getLogger("hot_compile")
 _TWIN_BUDGET = 0.3
 """Share of its activations that an observed graph keeps; the rest it computes again. About what
 compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
-
-
-Pricing = Callable[[torch.device], Rates | str]
-"""Rates of a device, or the reason why nothing can run there."""
 
 
 class Recorder(Protocol):
@@ -245,7 +241,7 @@ def _store(cut: Partitioned) -> int:
 
 
 def _materialise(cut: Partitioned) -> int:
-    return materialise(cut.backward.graph) if cut.stored else 0
+    return materialise(cut.backward.graph) if cut.stores else 0
 
 
 HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)

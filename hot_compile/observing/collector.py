@@ -19,10 +19,9 @@ from hot_compile.passes.measure.linear import (
     tensor_stats,
 )
 from hot_compile.passes.measure.observe import Layer, Observer
-from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile, TensorStats
+from hot_compile.passes.measure.profile import SIDES, LayerProfile, Measure, Profile, TensorStats
 from hot_compile.passes.site import Site
 
-_SIDES = ("grad_input", "grad_weight", "forward")
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
 
@@ -137,7 +136,7 @@ def _figures(
 ) -> dict[str, Tensor]:
     """All that was measured of a layer in one backward, by the path of its place in a profile."""
     figures: dict[str, Tensor] = {}
-    for side, variants in (("grad_input", gx), ("grad_weight", gw), ("forward", forward)):
+    for side, variants in zip(SIDES, (gx, gw, forward), strict=True):
         for variant, (error, cosine) in variants.items():
             figures[f"{side} {variant} error"] = error
             figures[f"{side} {variant} cosine"] = cosine
@@ -149,7 +148,7 @@ def _figures(
 
 def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerProfile:
     mean = {key: _rounded(statistics.fmean(row[key] for row in found)) for key in found[0]}
-    sides: dict[str, dict[str, dict[str, float]]] = {name: {} for name in _SIDES}
+    sides: dict[str, dict[str, dict[str, float]]] = {name: {} for name in SIDES}
     stats: dict[str, dict[str, float]] = {}
     for key, value in mean.items():
         parts = key.split(" ")

@@ -68,6 +68,10 @@ class Rates:
         return dataclasses.replace(self, exact=exact, **fields)  # type: ignore[arg-type]
 
 
+Pricing = Callable[[torch.device], Rates | str]
+"""Rates of a device, or the reason why nothing can run there."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """One side of a comparison, symbolic: floating, INT8 and INT4 operations, bytes moved by

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import torch
 
 from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.linear import ScalarTangent
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
@@ -58,13 +58,9 @@ class HeadDecision:
         return Strategy(self.by[0])
 
 
-Pricing = Callable[[torch.device], object]
-"""A device's rates, or as text the reason why nothing can run there."""
-
-
 def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
     """Choose for one head whether and how it goes in chunks."""
-    strategy = _override(found.name, config)
+    strategy = config.overridden(found.name) or Strategy.EXACT
     way, reason = _choice(found, config, strategy, pricing)
     rows, outputs = found.value.shape
     x = found.product.args[0 if len(found.product.args) == 2 else 1]
@@ -80,10 +76,6 @@ def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> Hea
         returned=isinstance(found, Head) and bool(found.returned),
         by=by(strategy, config),
     )
-
-
-def _override(name: str, config: HotConfig) -> Strategy:
-    return next((s for glob, s in config.override[::-1] if fnmatchcase(name, glob)), Strategy.EXACT)
 
 
 def _choice(

@@ -13,13 +13,14 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head, Refused, find_heads
 from hot_compile.passes.head.linear import ScalarTangent, as_result
 from hot_compile.passes.head.operands import rank_of
-from hot_compile.passes.head.plan import BACKWARD, FORWARD, OFF, HeadDecision, Pricing, plan_head
+from hot_compile.passes.head.plan import BACKWARD, FORWARD, OFF, HeadDecision, plan_head
 from hot_compile.passes.head.quantised import EXACT
 from hot_compile.passes.head.sizes import as_arguments, size_of
 

@@ -221,7 +221,7 @@ def _forwards(
     """Which layers' forward products are on INT8. An override to "exact" is one of both sides."""
     decisions = []
     for site in sites:
-        left = "chosen by override" if _override(site.name, config) is Strategy.EXACT else None
+        left = "chosen by override" if config.overridden(site.name) is Strategy.EXACT else None
         left = left or _excluded(site, config)
         args = (site, config, prices[site.device], left, layers.get(site.name))
         decisions.append(choose_forward(*args))
@@ -248,7 +248,7 @@ def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile |
         return _decision(site, config, Strategy.EXACT, rates)
     if site.conv is not None and not rates.convolution:
         return _decision(site, config, Strategy.EXACT, NO_CONVOLUTIONS)
-    forced = _override(site.name, config)
+    forced = config.overridden(site.name)
     if forced is not None:
         trusting = dataclasses.replace(config, lqs="off")
         strategy, reason = _feasible(site, trusting, (forced,))
@@ -292,11 +292,6 @@ def _without_gain(
     why = "; ".join(filter(None, (f"no hla8: predicted no faster than {strategy}", reason)))
     other = _decision(site, config, strategy, why, rates, layer)
     return hla if hla.predicted_gain > other.predicted_gain else other
-
-
-def _override(name: str, config: HotConfig) -> Strategy | None:
-    chosen = [strategy for glob, strategy in config.override if fnmatchcase(name, glob)]
-    return chosen[-1] if chosen else None
 
 
 def _excluded(site: Site, config: HotConfig) -> str | None:

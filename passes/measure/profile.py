@@ -18,6 +18,8 @@ PROFILE_VERSION = 3
 _READ = (1, 2, 3)
 """Version 1 had no ``gradients``, version 2 no ``forward``."""
 _FORMAT = "hot-compile profile"
+SIDES = ("grad_input", "grad_weight", "forward")
+"""Of a layer: its products, whose variants are measured."""
 ROTATED, PLAIN = "rotated", "plain"
 """An 8-bit forward with operands transformed along I, or as they are."""
 _LISTED = 20

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, IMAGE_DIMS, VIEWS, aten, is_pointwise
+from hot_compile.passes.graph import CASTS, IMAGE_DIMS, VIEWS, is_pointwise
 from hot_compile.passes.storage.norms import REDUCTIONS
+
+_FOLLOWED = VIEWS | CASTS
 
 
 def materialise(backward: fx.Graph) -> int:
@@ -21,8 +23,9 @@ def materialise(backward: fx.Graph) -> int:
     behind: set[fx.Node] = set()
     count = 0
     for node in list(backward.nodes):
-        follows = node.target in VIEWS | CASTS or is_pointwise(node)
-        if not follows or not any(n in behind or _is_sum(n) for n in node.all_input_nodes):
+        follows = node.target in _FOLLOWED or is_pointwise(node)
+        sources = node.all_input_nodes
+        if not follows or not any(n in behind or n.target in REDUCTIONS for n in sources):
             continue
         if is_pointwise(node) and len(node.users) > 1 and _plain(node):
             _from_memory(backward, node)
@@ -30,10 +33,6 @@ def materialise(backward: fx.Graph) -> int:
         else:
             behind.add(node)
     return count
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return node.target in REDUCTIONS
 
 
 def _plain(node: fx.Node) -> bool:
@@ -46,9 +45,7 @@ def _plain(node: fx.Node) -> bool:
 
 
 def _from_memory(graph: fx.Graph, node: fx.Node) -> None:
-    value = node.meta["val"]
     readers = [user for user in node.users if user.op != "output"]
-    emit = Emitter(graph, node.next, node)
-    read = emit(aten.as_strided.default, node, list(value.shape), list(value.stride()))
+    read = Emitter(graph, node.next, node).from_memory(node)
     for reader in readers:
         reader.replace_input_with(node, read)

@@ -157,7 +157,7 @@ def gradients_by_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``hot::head_gradients`` in chunks of rows, g_w in fp32; its products by ``multiply``."""
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
-    target = None if target is None else target.contiguous()
+    target = _dense(target)
     outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
     gradients = gradients_of(x, weight, wanted, torch.float32)
     with _exact(x.device):
@@ -216,7 +216,7 @@ def _head_gradients(
     sum_x = torch.zeros_like(grad_x, dtype=torch.float32)
     width = chunk_columns(rows, outputs, x.element_size())
     scratch = x.new_empty((rows, -(-width // _ALIGN) * _ALIGN))
-    target = None if target is None else target.contiguous()
+    target = _dense(target)
     with _exact(x.device):
         for first in range(0, outputs, width):
             last = min(first + width, outputs)
@@ -263,13 +263,16 @@ def _logits_of(
 
     Straight into them, where they are y itself and as wide.
     """
-    plain = not form.cap and form.outer == 1
-    if logits.numel() and plain and logits.dtype == x.dtype and logits.shape[1] == room.shape[1]:
-        room = logits[rows]
+    if not logits.numel():
+        _product(x[rows], weight, bias, room)
+        return room
+    theirs, plain = logits[rows], not form.cap and form.outer == 1
+    if plain and theirs.dtype == x.dtype and theirs.shape[1] == room.shape[1]:
+        _product(x[rows], weight, bias, theirs)
+        return theirs
     _product(x[rows], weight, bias, room)
-    if logits.numel() and room.data_ptr() != logits[rows].data_ptr():
-        y = room[:, : logits.shape[1]]
-        logits[rows] = y if plain else form(y)
+    y = room[:, : theirs.shape[1]]
+    theirs.copy_(y if plain else form(y))
     return room
 
 
@@ -332,11 +335,13 @@ def _without_padding(
 def _valid(target: Tensor | None, weight: Tensor) -> Tensor | None:
     """``target``, contiguous. On a GPU one out of range trips gather's assertion, as in the exact
     graph; on a CPU whoever reads it raises."""
-    if target is None:
-        return None
-    if target.is_cuda:
+    if target is not None and target.is_cuda:
         weight[:, 0].gather(0, target)
-    return target.contiguous()
+    return _dense(target)
+
+
+def _dense(target: Tensor | None) -> Tensor | None:
+    return None if target is None else target.contiguous()
 
 
 for _name, _own in (
