@@ -27,6 +27,7 @@ from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.exact.forms import Candidate, candidates, take
+from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
@@ -244,6 +245,13 @@ def _materialise(cut: Partitioned) -> int:
     return materialise(cut.backward.graph) if cut.stores else 0
 
 
+def _functions(cut: Partitioned) -> int:
+    """Only where the backend lets Inductor work out long expressions in their readers' kernels."""
+    if not (cut.stores and cut.context.config.exact_forms):
+        return 0
+    return sum(map(shorten_functions, cut.graphs))
+
+
 HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
@@ -276,6 +284,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("plan_storage", _plan_storage),
     Step("store", _store, changes=True),
     Step("materialise", _materialise, changes=True),
+    Step("functions", _functions, changes=True),
 )
 """On the forward and the backward that min-cut made."""
 

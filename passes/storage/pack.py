@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -276,16 +277,16 @@ def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
     bytes on a CPU, whose vectors Inductor does not make of int16.
     """
     high, low = 16 // len(codes), 8 // len(codes)
-    codes = [emit(aten.add.Tensor, code, 1 << (high + low - 1)) for code in codes]
     upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, low) for code in codes]
     lower = [emit(aten.bitwise_and.Scalar, code, (1 << low) - 1) for code in codes]
     rest = emit.cast(_joined(emit, lower, low), torch.uint8)
+    fields = [emit(aten.bitwise_and.Scalar, part, (1 << high) - 1) for part in upper]
     if not _on_gpu(rest):
         half = len(codes) // 2
-        halves = (_joined(emit, upper[:half], high), _joined(emit, upper[half:], high))
+        halves = (_joined(emit, fields[:half], high), _joined(emit, fields[half:], high))
         return [*(emit.cast(part, torch.uint8) for part in halves), rest]
-    upper[-1] = emit(aten.sub.Tensor, upper[-1], 1 << (high - 1))  # the sign of all 16 bits
-    return [emit.cast(_joined(emit, upper, high), torch.int16), rest]
+    fields[-1] = upper[-1]  # its sign is that of all 16 bits
+    return [emit.cast(_joined(emit, fields, high), torch.int16), rest]
 
 
 def _from_planes(
@@ -300,24 +301,25 @@ def _from_planes(
     *planes, scale = parts
     high, low = 16 // pieces, 8 // pieces
 
-    def code_of(first: fx.Node, last: fx.Node) -> fx.Node:
-        code = emit(aten.add.Tensor, emit(aten.mul.Tensor, first, 1 << low), last)
-        return emit(aten.sub.Tensor, code, 1 << (high + low - 1))
+    def code_of(upper: fx.Node, left: fx.Node | int, lower: fx.Node, right: Any) -> fx.Node:
+        """Shifted up to the sign and down again: a field's number, and what lay below it."""
+        first = _shifted(emit, aten.bitwise_left_shift, upper, left)
+        first = _shifted(emit, aten.bitwise_right_shift, first, 32 - high - low)
+        first = emit(aten.bitwise_and.Scalar, first, -(1 << low))
+        return emit(aten.bitwise_or.Tensor, first, _field(emit, lower, right, bits=low))
 
     if _on_gpu(scale):
         piece = _iota(emit, scale, pieces, step=1)
         upper, lower = (_beside(emit, plane) for plane in planes)
-        upper = emit(aten.bitwise_xor.Scalar, upper, 0x8000)
-        first = _field(emit, upper, emit(aten.mul.Tensor, piece, high), bits=high)
-        last = _field(emit, lower, emit(aten.mul.Tensor, piece, low), bits=low)
-        return decode(emit, code_of(first, last), emit(aten.unsqueeze.default, scale, -3))
+        left = emit(aten.add.Tensor, emit(aten.mul.Tensor, piece, -high), 32 - high)
+        code = code_of(upper, left, lower, emit(aten.mul.Tensor, piece, low))
+        return decode(emit, code, emit(aten.unsqueeze.default, scale, -3))
     wide = [emit.cast(plane, torch.int32) for plane in planes]
     restored = []
     for number in range(pieces):
         byte, place = divmod(number, pieces // 2)
-        first = _field(emit, wide[byte], place * high, bits=high)
-        last = _field(emit, wide[2], number * low, bits=low)
-        restored.append(decode(emit, code_of(first, last), scale))
+        code = code_of(wide[byte], 32 - high * (place + 1), wide[2], number * low)
+        restored.append(decode(emit, code, scale))
     return emit(aten.cat.default, restored, -2)
 
 
@@ -354,10 +356,12 @@ def _beside(emit: Emitter, plane: fx.Node) -> fx.Node:
 
 
 def _field(emit: Emitter, words: fx.Node, shift: fx.Node | int, bits: int) -> fx.Node:
-    right_shift = aten.bitwise_right_shift
-    op = right_shift.Tensor_Scalar if isinstance(shift, int) else right_shift.Tensor
-    shifted = emit(op, words, shift)
+    shifted = _shifted(emit, aten.bitwise_right_shift, words, shift)
     return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
+
+
+def _shifted(emit: Emitter, shift: Any, words: fx.Node, by: fx.Node | int) -> fx.Node:
+    return emit(shift.Tensor_Scalar if isinstance(by, int) else shift.Tensor, words, by)
 
 
 def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:

@@ -102,9 +102,9 @@ def _head_statistics(
     outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
     with _exact(x.device):
         for rows, room in _row_chunks(x, weight, False):
-            y = _logits_of(x, weight, bias, rows, room, logits, form)
+            y, theirs = _logits_of(x, weight, bias, rows, room, logits, form)
             chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
-            chunk_statistics(chunk, statistics[:, rows])
+            chunk_statistics(chunk, statistics[:, rows], theirs)
     return statistics, logits
 
 
@@ -131,9 +131,9 @@ def both(
     gradients = gradients_of(x, weight, wanted, torch.float32)
     with _exact(x.device):
         for rows, g in _row_chunks(x, weight, wanted[1]):
-            y = _logits_of(x, weight, bias, rows, g, logits, form)
+            y, theirs = _logits_of(x, weight, bias, rows, g, logits, form)
             chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
-            chunk_statistics(chunk, statistics[:, rows])
+            chunk_statistics(chunk, statistics[:, rows], theirs)
             chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
             _add_gradients(g, x, weight, rows, gradients, multiply)
     return statistics, logits, *_without_padding(gradients, outputs)
@@ -258,22 +258,19 @@ def _logits_of(
     room: Tensor,
     logits: Tensor,
     form: Form,
-) -> Tensor:
-    """y of some rows; also written to the caller's ``logits``, if there is a caller.
+) -> tuple[Tensor, Tensor | None]:
+    """(y of some rows, what is still to be written of the caller's ``logits``, if anything).
 
-    Straight into them, where they are y itself and as wide.
+    The product goes straight into them where they are y itself and as wide.
     """
-    if not logits.numel():
-        _product(x[rows], weight, bias, room)
-        return room
-    theirs, plain = logits[rows], not form.cap and form.outer == 1
-    if plain and theirs.dtype == x.dtype and theirs.shape[1] == room.shape[1]:
-        _product(x[rows], weight, bias, theirs)
-        return theirs
+    if logits.numel():
+        theirs, plain = logits[rows], not form.cap and form.outer == 1
+        if not plain or theirs.dtype != x.dtype or theirs.shape[1] != room.shape[1]:
+            _product(x[rows], weight, bias, room)
+            return room, theirs
+        room = theirs
     _product(x[rows], weight, bias, room)
-    y = room[:, : theirs.shape[1]]
-    theirs.copy_(y if plain else form(y))
-    return room
+    return room, None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -62,19 +62,22 @@ class Chunk:
     form: Form
 
 
-def chunk_statistics(chunk: Chunk, out: Tensor) -> None:
+def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) -> None:
     """Write the four statistics of every row of a chunk that is as wide as the logits.
 
-    ``out`` [4, R]. On a CPU, raises what ``gather`` raises where a target is out of range.
+    ``out`` [4, R]; the logits themselves to ``logits`` [R, O'], of any dtype, in the same pass. On
+    a CPU, raises what ``gather`` raises where a target is out of range.
     """
     if _has_triton(out):
         from hot_compile.runtime.head.triton_kernels import statistics_
 
-        statistics_(chunk, out)
+        statistics_(chunk, out, logits)
         return
     y = chunk.y[:, : chunk.width]
     for rows in _blocks(y):
         z = chunk.form(y[rows])
+        if logits is not None:
+            logits[rows] = z
         part = out[:, rows]
         part[0] = z.amax(1)
         part[1] = torch.logsumexp(z, 1)

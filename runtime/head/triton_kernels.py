@@ -31,8 +31,9 @@ def _tanh(x):
 
 @triton.jit
 def _statistics(
-    y, y_stride, target, column, out, out_stride, width, room, inner, outer,
-    CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr,
+    y, y_stride, target, column, out, out_stride, logits, logits_stride, width, room, inner, outer,
+    CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, LOGITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full((), float("-inf"), tl.float32)
@@ -46,6 +47,9 @@ def _statistics(
         if CAP:
             z = _tanh(z * inner)
         z = z * outer
+        if LOGITS:  # rows of an odd width lie unaligned: neighbouring threads, single elements
+            there = logits + row * logits_stride + at
+            tl.store(there, z.to(logits.dtype.element_ty), mask=inside)
         if COLUMN:
             z = tl.where(inside, z, 0.0)
             weighted += tl.sum(tl.load(column + at, mask=inside, other=0.0) * z)
@@ -105,17 +109,18 @@ def _gradient(
     tl.store(g + row * g_stride + at, value.to(g.dtype.element_ty), mask=within)
 
 
-def statistics_(chunk: Chunk, out: Tensor) -> None:
-    """The four statistics of every row into ``out`` [4, R]."""
+def statistics_(chunk: Chunk, out: Tensor, logits: Tensor | None = None) -> None:
+    """The four statistics of every row into ``out`` [4, R], and the logits into ``logits``."""
     rows, room = chunk.y.shape
     form, column = chunk.form, chunk.column
     if not rows:
         return
     _statistics[(rows,)](
         chunk.y, chunk.y.stride(0), _or(chunk.target, out), _or(column, out), out, out.stride(0),
+        _or(logits, out), 0 if logits is None else logits.stride(0),
         chunk.width, room, form.inner, form.outer,
-        CAP=form.cap, TARGET=chunk.target is not None, COLUMN=column is not None, BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        CAP=form.cap, TARGET=chunk.target is not None, COLUMN=column is not None,
+        LOGITS=logits is not None, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 

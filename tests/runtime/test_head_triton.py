@@ -27,21 +27,22 @@ for dtype, cap, more in itertools.product(
     coefficients = torch.randn(3, 9)[:, 2:7]
     found = []
     for triton in (False, True):
-        out, g = torch.zeros(4, 5), torch.empty_like(y)
+        out, g, logits = torch.zeros(4, 5), torch.empty_like(y), torch.full((5, 150), 7).to(dtype)
         gradient = Gradient(g, coefficients, extra, 0.5)
         if triton:
-            head_triton.statistics_(chunk, out)
+            head_triton.statistics_(chunk, out, logits)
             head_triton.gradient_(chunk, out[1], gradient)
         else:
             own = Chunk(y, 150, None, column, chunk.form)
-            head_rows.chunk_statistics(own, out)
+            head_rows.chunk_statistics(own, out, logits)
             if more:  # gather knows no label out of range
                 known = (target >= 0) & (target < 150)
                 picked = y.gather(1, target.where(known, 0)[:, None])
                 out[2] = torch.where(known, chunk.form(picked)[:, 0], 0.0)
             head_rows.chunk_gradient(chunk, out[1], gradient)
-        found.append((out, g))
-    (out, g), (their_out, their_g) = found
+        found.append((out, g, logits))
+    (out, g, logits), (their_out, their_g, their_logits) = found
+    torch.testing.assert_close(their_logits, logits, equal_nan=True)
     their_out[0] = torch.where(out[0].isnan(), out[0], their_out[0])  # max skips a NaN there
     torch.testing.assert_close(their_out, out, equal_nan=True)
     torch.testing.assert_close(their_g, g, equal_nan=True)
