@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Pricing
+from hot_compile.passes.exact.casts import cast_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.forward.rewrite import rewrite_forwards
@@ -252,6 +253,12 @@ def _functions(cut: Partitioned) -> int:
     return sum(map(shorten_functions, cut.graphs))
 
 
+def _casts(cut: Partitioned) -> int:
+    if cut.plan is None or not cut.context.config.exact_forms:
+        return 0
+    return sum(map(cast_together, cut.graphs))
+
+
 HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
@@ -285,6 +292,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("store", _store, changes=True),
     Step("materialise", _materialise, changes=True),
     Step("functions", _functions, changes=True),
+    Step("casts", _casts, changes=True),
 )
 """On the forward and the backward that min-cut made."""
 

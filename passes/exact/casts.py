@@ -1,0 +1,96 @@
+"""Casts of weights made by one launch for a group of them.
+
+Under autocast a step casts every weight and every bias, and a backward that keeps no casts from the
+forward (they would take two bytes a parameter) makes them again. As kernels of their own they are a
+fifth of GPT-2's launches on a GPU, which runs each for a microsecond while the host takes ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.graph import VIEWS, aten, value_of
+from hot_compile.passes.site import bytes_of
+from hot_compile.runtime import casts as _registered  # noqa: F401
+
+_CAST = torch.ops.prims.convert_element_type.default
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+GROUP_BYTES = 2**25
+"""Most bytes of a group: what is cast before its turn takes memory until it comes."""
+_MOST_DIMS = 2
+"""Kernels of convolutions are laid out anew where they are cast: that is one kernel already."""
+
+
+def cast_together(graph: fx.Graph) -> int:
+    """Group the casts of ``graph``'s inputs in place; returns how many are in groups."""
+    count = 0
+    for group in list(_groups(graph)):
+        emit = Emitter(graph, group[0], group[0])
+        sources = [node.args[0] for node in group]
+        made = emit(torch.ops.hot.cast_together.default, sources, group[0].args[1])
+        for node, part in zip(group, emit.parts(made), strict=True):
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+        count += len(group)
+    return count
+
+
+def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Two or more casts each, alike in device and both dtypes, in the order of the graph."""
+    open_: dict[object, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=_CAST):
+        if not _of_an_input(node) or not _read_from_memory(node):
+            continue
+        source = value_of(node.args[0])
+        kind = (source.device, source.dtype, node.args[1])
+        group = open_.setdefault(kind, [])
+        if group and _bytes([*group, node]) > GROUP_BYTES:
+            yield from _worth_it(group)
+            group = open_[kind] = []
+        group.append(node)
+    for group in open_.values():
+        yield from _worth_it(group)
+
+
+def _worth_it(group: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    if len(group) > 1:
+        yield group
+
+
+def _bytes(group: list[fx.Node]) -> int:
+    return sum(bytes_of(value_of(node)) for node in group)
+
+
+def _of_an_input(node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.op != "placeholder":
+        return False
+    value = source.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cuda"
+        and value.is_floating_point()
+        and 0 < value.dim() <= _MOST_DIMS
+        and value.is_contiguous()
+        and all(isinstance(size, int) for size in value.shape)
+    )
+
+
+def _read_from_memory(node: fx.Node) -> bool:
+    """Libraries read it, not kernels of Inductor's, which cast what they read at no cost."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in VIEWS:
+                stack.append(user)
+            elif not (user.op == "output" or user.target in _PRODUCTS or _is_ours(user)):
+                return False
+    return True
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "hot"

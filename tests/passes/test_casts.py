@@ -1,0 +1,81 @@
+"""Casts of weights in groups: which, how large, and that they say what single casts say."""
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.exact import casts
+from hot_compile.passes.graph import aten
+
+BF16 = torch.bfloat16
+
+
+def layers(count=3, device="cuda", size=64, dtype=torch.float32, read=None):
+    """``count`` layers' products, weights and biases cast as autocast does it."""
+    graph = fx.Graph()
+    x, *weights = (graph.placeholder(f"p{n}") for n in range(1 + 2 * count))
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(8, size, dtype=BF16, device=device)
+        for number, weight in enumerate(weights):
+            shape = (size,) if number % 2 else (size, size)
+            weight.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
+    end = graph.output(())
+    emit = Emitter(graph, end, x)
+    for number in range(count):
+        weight, bias = (emit.cast(w, BF16) for w in weights[2 * number : 2 * number + 2])
+        if read:
+            weight = emit(read, weight)
+        x = emit(aten.addmm.default, bias, x, emit(aten.t.default, weight))
+    end.args = ((x,),)
+    return graph
+
+
+def grouped(graph):
+    found = graph.find_nodes(op="call_function", target=torch.ops.hot.cast_together.default)
+    return [len(node.args[0]) for node in found]
+
+
+def test_casts_of_inputs_are_one_call():
+    graph = layers()
+    assert casts.cast_together(graph) == 6
+    assert grouped(graph) == [6]
+    assert not graph.find_nodes(op="call_function", target=casts._CAST)
+    graph.lint()
+
+
+def test_groups_end_where_they_would_take_too_much_memory(monkeypatch):
+    monkeypatch.setattr(casts, "GROUP_BYTES", 2 * (64 * 64 + 64) * 2)
+    graph = layers(count=5)
+    assert casts.cast_together(graph) == 10
+    assert grouped(graph) == [4, 4, 2]
+    graph.lint()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"device": "cpu"}, {"dtype": BF16}, {"count": 0}, {"count": 1, "read": aten.neg.default}],
+    ids=str,
+)
+def test_what_inductor_casts_at_no_cost_and_what_is_alone_stays(facts):
+    graph = layers(**facts)
+    before = str(graph)
+    assert casts.cast_together(graph) == 0
+    assert str(graph) == before
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_says_what_single_casts_say(device, dtype):
+    sizes = [(1,), (17,), (197, 1000), (1, 1), (0, 5), (33, 65)]
+    tensors = [torch.randn(size, device=device) * 10.0 ** (9 - 3 * n) for n, size in enumerate(sizes)]
+    tensors[1][:3] = torch.tensor([float("inf"), float("nan"), -1e38])
+    for got, tensor in zip(torch.ops.hot.cast_together(tensors, dtype), tensors, strict=True):
+        torch.testing.assert_close(got, tensor.to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert got.stride() == tensor.stride()
+
+
+def test_is_defined_as_torch_wants_operators_to_be():
+    args = ([torch.randn(3, 4), torch.randn(5)], BF16)
+    torch.library.opcheck(torch.ops.hot.cast_together.default, args)
