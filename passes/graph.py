@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -70,6 +71,35 @@ def closure(seeds: Iterable[fx.Node]) -> set[fx.Node]:
             reached.add(node)
             stack.extend(node.users)
     return reached
+
+
+def settle(graph: fx.Graph, places: Mapping[fx.Node, int]) -> None:
+    """Order ``graph`` by ``places`` as far as operands come first.
+
+    A node that has no place goes right behind its operands. Torch's own sort keeps no more of an
+    order than that operands come first: behind what moved it put every weight's gradient last, far
+    from what it shares with the gradients of inputs, and Inductor neither fused nor freed it.
+    """
+    end = graph.output_node()
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes if node is not end}
+    keys: dict[fx.Node, int] = {}
+    ready: list[tuple[int, int, fx.Node]] = []
+
+    def offer(node: fx.Node) -> None:
+        operands = (keys[given] for given in node.all_input_nodes)
+        keys[node] = places[node] if node in places else max(operands, default=0)
+        heapq.heappush(ready, (keys[node], len(keys), node))
+
+    for node in [node for node, count in missing.items() if not count]:
+        offer(node)
+    while ready:
+        *_, node = heapq.heappop(ready)
+        end.prepend(node)
+        for user in node.users:
+            if user is not end:
+                missing[user] -= 1
+                if not missing[user]:
+                    offer(user)
 
 
 def value_of(node: Any) -> torch.Tensor:

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.pattern_matcher import stable_topological_sort
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import aten, settle
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head, Refused, find_heads
 from hot_compile.passes.head.linear import ScalarTangent, as_result
@@ -54,6 +53,7 @@ def chunk_heads(
 
 def _replace(graph: fx.Graph, head: Head, decision: HeadDecision) -> bool:
     """Whether the head's operators took its place."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
     try:
         swaps = _Rewrite(graph, head, decision).swaps()
     except Exception:  # what was built so far is used by nobody
@@ -62,7 +62,7 @@ def _replace(graph: fx.Graph, head: Head, decision: HeadDecision) -> bool:
         return False
     for old, new in swaps:
         old.replace_all_uses_with(new)
-    stable_topological_sort(graph)
+    settle(graph, places)
     graph.eliminate_dead_code()
     graph.lint()
     return True

@@ -69,7 +69,8 @@ def test_what_inductor_casts_at_no_cost_and_what_is_alone_stays(facts):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_says_what_single_casts_say(device, dtype):
     sizes = [(1,), (17,), (197, 1000), (1, 1), (0, 5), (33, 65)]
-    tensors = [torch.randn(size, device=device) * 10.0 ** (9 - 3 * n) for n, size in enumerate(sizes)]
+    powers = range(9, -9, -3)
+    tensors = [torch.randn(s, device=device) * 10.0**p for s, p in zip(sizes, powers, strict=True)]
     tensors[1][:3] = torch.tensor([float("inf"), float("nan"), -1e38])
     for got, tensor in zip(torch.ops.hot.cast_together(tensors, dtype), tensors, strict=True):
         torch.testing.assert_close(got, tensor.to(dtype), rtol=0, atol=0, equal_nan=True)

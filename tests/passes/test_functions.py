@@ -96,5 +96,3 @@ def test_err_by_less_than_they_promise(target, bound, relative):
     assert (error / want if relative else error).max() < bound
     edges = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, 200.0, -200.0])
     torch.testing.assert_close(short(edges), target(edges), equal_nan=True, atol=1e-6, rtol=0)
-
-

@@ -430,3 +430,32 @@ def test_a_source_in_a_subfolder_is_part_of_the_identity(monkeypatch, tmp_path):
         source.write_text(text)
         digests.add(sources_hash.__wrapped__())
     assert len(digests) == 2
+
+
+def test_what_lies_behind_a_head_keeps_its_order():
+    """Each weight's gradient beside that of its input: Inductor fuses and frees by that order."""
+    parts = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(*parts, nn.Linear(WIDTH, VOCABULARY))
+    x, target = torch.randn(BATCH * TOKENS, WIDTH), TARGET.flatten()
+
+    def products(**options):
+        order = []
+
+        class Seen(Reports):
+            def graph(self, stage, graph):
+                if stage == "backward":
+                    products = filter(is_product, graph.graph.nodes)
+                    order.extend(tuple(n.meta["val"].shape) for n in products)
+
+        backend = functools.partial(
+            hot, options=OPTIONS | options, recorder=Seen(), inner_compile=run_uncompiled
+        )
+        torch._dynamo.reset()
+        step(lambda x: F.cross_entropy(model(x), target), x, backend=backend)
+        return [shape for shape in order if VOCABULARY not in shape]
+
+    assert products() == products(head="off")[-5:]
+
+
+def is_product(node):
+    return node.target is torch.ops.aten.mm.default

@@ -36,7 +36,8 @@ def test_the_order_is_written_down():
         "rewrite", "forwards", "exact_forms", "copies",
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
-        "layouts", "advance", "crossers", "plan_storage", "store", "materialise", "functions", "casts",
+        "layouts", "advance", "crossers", "plan_storage", "store",
+        "materialise", "functions", "casts",
     ]  # fmt: skip
     for steps in (pipeline.JOINT, pipeline.OBSERVED):
         changes = [step.changes for step in steps]
