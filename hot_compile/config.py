@@ -138,6 +138,10 @@ class HotConfig:
     """Logits of fewer bytes are not worth it."""
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
+    prices: str = "measured"
+    """"measured": by rates measured on this very device, on a GPU once, in seconds, before the
+    first compile, on a CPU by ``hot-compile tune``. Until then, and with "table", by the built-in
+    table's rates of devices of its kind (docs/adr/0019)."""
     rates: tuple[tuple[str, float], ...] = ()
     """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
     profile: str | None = None
@@ -389,7 +393,10 @@ def _bytes(name: str, value: object) -> int:
     raise OptionError.value(name, value, "a number of bytes, an int >= 0")
 
 
-RATE_NAMES = ("float32", "bfloat16", "float16", "integer", "int4", "transform", "launch")
+RATE_NAMES = (
+    *("float32", "bfloat16", "float16", "integer", "int4"),
+    *("transform", "launch", "copy", "packing"),
+)
 """What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
 
 
@@ -429,6 +436,7 @@ _PARSERS: dict[str, Any] = {
     "head": _one_of("chunked", "off"),
     "head_min_bytes": _bytes,
     "min_gain": _ratio,
+    "prices": _one_of("measured", "table"),
     "rates": _rates,
     "profile": _path,
     "lqs": _one_of("auto", "off"),

@@ -92,6 +92,7 @@ def test_paper_is_the_papers_text():
         ({"memory_min_bytes": 1.5}, "number of bytes"),
         ({"rates": {"int2": 1e12}}, "positive numbers by"),
         ({"rates": {"integer": -1}}, "positive numbers by"),
+        ({"prices": "guessed"}, "['measured', 'table']"),
     ],
 )
 def test_bad_values_name_the_valid_ones(options, says):
@@ -137,6 +138,7 @@ def test_hash_sees_every_field():
         "forward": "int8",
         "forward_budget": 0.1,
         "dump": "x",
+        "prices": "table",
         "rates": (("integer", 1.0),),
         "profile": "x",
         "error_budget": 0.1,
