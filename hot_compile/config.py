@@ -62,6 +62,9 @@ class Memory(str, Enum):
     """Every large one whose readers tolerate it, layers' inputs or not."""
     PAPER = "paper"
     """Only what a layer's product reads, as the paper's ABC."""
+    FREE = "free"
+    """What costs no time: in order of bytes saved per predicted second, for as long as the time
+    that layers' products win pays for it."""
     OFF = "off"
     """None. With ``recompute=False``, what strategies keep of x is still theirs."""
 
@@ -190,7 +193,11 @@ class HotConfig:
         fields = {name: _PARSERS[name](name, value) for name, value in options.items()}
         if fields.get("profile") is not None:  # what was calibrated is used as it is
             fields.setdefault("lqs", "off")
-        return dataclasses.replace(RECIPES[recipe], **fields)
+        config = dataclasses.replace(RECIPES[recipe], **fields)
+        if config.memory is Memory.FREE and config.memory_budget is not None:
+            wanted = "None beside memory='free', which has a budget of its own, of time"
+            raise OptionError.value("memory_budget", config.memory_budget, wanted)
+        return config
 
     def overridden(self, name: str) -> Strategy | None:
         """What ``override`` gives a layer of this name: the last glob that matches counts."""

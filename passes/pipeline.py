@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Pricing
+from hot_compile.passes.cost.storing import storing_seconds
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
@@ -41,7 +42,7 @@ from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.copies import merge_copies
-from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
+from hot_compile.passes.storage.crossers import Crosser, Judge, crossers, saved_pairs
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
@@ -88,6 +89,13 @@ class Context:
     """Shown every layer's operands in each backward; the graph is then left exact."""
     asked: HotConfig | None = None
     """The user's own options, if ``config`` has more: warnings are about these."""
+
+    def storage_price(self, crosser: Crosser, scheme: Scheme) -> float | None:
+        """Seconds that storing a tensor so costs a step; None: its device has no rates."""
+        rates = self.pricing(crosser.saved.meta["val"].device)
+        if isinstance(rates, str):
+            return None
+        return storing_seconds(crosser, scheme, rates.override(dict(self.config.rates)))
 
 
 @cache
@@ -195,6 +203,8 @@ class Partitioned:
     num_fwd_outputs: int
     found: list[Crosser] = dataclasses.field(default_factory=list)
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
+    seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
+    """Predicted for each of ``chosen``."""
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -219,9 +229,22 @@ def _layouts(cut: Partitioned) -> int:
 
 
 def _advance(cut: Partitioned) -> int:
-    if not cut.stores:
+    if not cut.stores or not _stored_for_sure(cut):
         return 0
     return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+
+
+def _stored_for_sure(cut: Partitioned) -> bool:
+    """What crosses instead will be stored, or it would be written for nothing.
+
+    With ``memory="free"`` that is so where fused kernels pack at no cost: on a GPU.
+    """
+    context = cut.context
+    if context.config.memory is not Memory.FREE:
+        return True
+    pairs = saved_pairs(*cut.graphs, cut.num_fwd_outputs)
+    priced = map(context.pricing, {saved.meta["val"].device for saved, _ in pairs})
+    return all(not isinstance(rates, str) and rates.asynchronous for rates in priced)
 
 
 def _crossers(cut: Partitioned) -> int:
@@ -230,8 +253,11 @@ def _crossers(cut: Partitioned) -> int:
 
 
 def _plan_storage(cut: Partitioned) -> int:
-    if cut.stores:
-        cut.chosen = plan_storage(cut.found, cut.context.config)
+    context = cut.context
+    if cut.plan is not None and cut.stores:
+        won, price = cut.plan.seconds_won, context.storage_price
+        cut.chosen = plan_storage(cut.found, context.config, price, won)
+        cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
 
 
@@ -358,7 +384,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         graphs = {"forward": cut.forward.graph, "backward": cut.backward.graph}
         try:
             run("partitioned", PARTITIONED, cut, graphs)
-            kept = crossing(cut.found, cut.stored)
+            kept = crossing(cut.found, cut.stored, cut.seconds)
             if cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
         except OptionWarning:  # the user's filter makes errors of warnings
@@ -399,7 +425,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             return functorch_config.patch(
                 ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
             )
-        changed = plan is not None and (plan.rewritten or config.memory is not Memory.OFF)
+        stores = config.memory not in (Memory.OFF, Memory.FREE)  # recomputing is not for free
+        changed = plan is not None and (plan.rewritten or stores)
         if not changed or not config.recompute:
             return contextlib.nullcontext()
         return functorch_config.patch(ban_recompute_materialized_backward=False)
