@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Pricing
-from hot_compile.passes.cost.storing import storing_seconds
+from hot_compile.passes.cost.storing import StoragePrice, storing_seconds
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
@@ -90,12 +90,19 @@ class Context:
     asked: HotConfig | None = None
     """The user's own options, if ``config`` has more: warnings are about these."""
 
-    def storage_price(self, crosser: Crosser, scheme: Scheme) -> float | None:
-        """Seconds that storing a tensor so costs a step; None: its device has no rates."""
-        rates = self.pricing(crosser.saved.meta["val"].device)
-        if isinstance(rates, str):
-            return None
-        return storing_seconds(crosser, scheme, rates.override(dict(self.config.rates)))
+    def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
+        """What says how many seconds storing one of ``found`` costs a step."""
+        own = dict(self.config.rates)
+        devices = {crosser.saved.meta["val"].device for crosser in found}
+        prices = {device: self.pricing(device) for device in devices}
+
+        def price(crosser: Crosser, scheme: Scheme) -> float | None:
+            rates = prices[crosser.saved.meta["val"].device]
+            if isinstance(rates, str):
+                return None
+            return storing_seconds(crosser, scheme, rates.override(own))
+
+        return price
 
 
 @cache
@@ -253,10 +260,9 @@ def _crossers(cut: Partitioned) -> int:
 
 
 def _plan_storage(cut: Partitioned) -> int:
-    context = cut.context
     if cut.plan is not None and cut.stores:
-        won, price = cut.plan.seconds_won, context.storage_price
-        cut.chosen = plan_storage(cut.found, context.config, price, won)
+        price = cut.context.storage_prices(cut.found)
+        cut.chosen = plan_storage(cut.found, cut.context.config, price, cut.plan.seconds_won)
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
 

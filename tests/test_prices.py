@@ -10,14 +10,22 @@ from torch import distributed, nn
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
+from hot_compile import backend
 from hot_compile.backend import hot
 from hot_compile.cli import app
 from hot_compile.passes.cost import devices, tuned
 from hot_compile.passes.cost.devices import RATES, pricing
+from hot_compile.testing import hot_step
 
 CPU = torch.device("cpu")
 OURS = dataclasses.replace(RATES["cpu"], integer=3e12, launch=1e-6)
 """Rates that no table has."""
+
+
+def forget():
+    """As another process, which has asked for nothing yet."""
+    devices._kept.cache_clear()
+    devices._of_job.cache_clear()
 
 
 def invoke(*words):
@@ -121,7 +129,7 @@ def gpu(monkeypatch, rates_folder):
 def test_a_gpu_is_measured_once_and_told_of_to_all_later_processes(gpu):
     device = torch.device("cuda", 0)
     assert [pricing(device) for _ in range(3)] == [OURS] * 3
-    devices._kept.cache_clear()  # as another process
+    forget()  # as another process
     assert pricing(device) == OURS
     assert gpu == [device]
 
@@ -168,7 +176,7 @@ def test_a_job_measures_nothing_and_its_processes_agree(job, gpu):
     assert pricing(device) == devices.cuda_rates((9, 0), tf32=False)
     assert not gpu
     tuned.save(device, OURS)  # after the first process has asked: too late for all
-    devices._kept.cache_clear()
+    forget()
     assert pricing(device) == devices.cuda_rates((9, 0), tf32=False)
 
 
@@ -176,7 +184,7 @@ def test_a_job_takes_what_its_first_process_found(job, rates_folder):
     tuned.save(CPU, OURS)
     assert pricing(CPU) == OURS
     tuned.path_of(CPU).unlink()
-    devices._kept.cache_clear()  # a process on a host without the file
+    forget()  # a process on a host without the file
     assert pricing(CPU) == OURS
 
 
@@ -185,6 +193,22 @@ def model():
     return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
 
 
+def test_other_rates_make_another_key(rates_folder, monkeypatch):
+    """Of the digest that stands for our passes in Inductor's cache."""
+    seen, identity = [], backend._identity
+    monkeypatch.setattr(backend, "_identity", lambda *args: seen.append(identity(*args)) or "")
+    options = [{}, {}, {"prices": "table"}, {}, {"prices": "table"}]
+    kept = [OURS, OURS, OURS, dataclasses.replace(OURS, packing=1.0), RATES["sm90"]]
+    for rates, option in zip(kept, options, strict=True):
+        tuned.save(CPU, rates)
+        forget()
+        hot_step(lambda x, net=model(): net(x).sum(), torch.randn(8, 256), options=option)
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[4], "what was measured is nothing to who does not ask for it"
+    assert len(set(seen)) == 3
+
+
+@pytest.mark.slow
 def test_rates_are_part_of_the_cache_key(rates_folder, monkeypatch, tmp_path):
     """Graphs that other rates planned are never found again, those of the same rates are."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -192,7 +216,7 @@ def test_rates_are_part_of_the_cache_key(rates_folder, monkeypatch, tmp_path):
     def misses():
         torch._dynamo.reset()
         counters.clear()
-        devices._kept.cache_clear()
+        forget()
         torch.compile(model(), backend=hot)(torch.randn(64, 256)).sum().backward()
         return counters["aot_autograd"]["autograd_cache_miss"]
 

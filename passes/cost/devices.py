@@ -175,8 +175,17 @@ def _measured(device: torch.device) -> Rates | None:
     """
     path = tuned.path_of(device)
     if tuned.in_job():
-        return tuned.agreed(path, _kept(device, path, measures=False))
+        return _of_job(device, path)
     return _kept(device, path, measures=device.type == "cuda")
+
+
+@cache
+def _of_job(device: torch.device, path: Path) -> Rates | None:
+    """What all processes of a job take; asked for once by each."""
+    found = tuned.agreed(path, _kept(device, path, measures=False))
+    if found is None:
+        log.info("hot: no measured rates in this job; `hot-compile tune` on its machine makes some")
+    return found
 
 
 @cache

@@ -2,7 +2,8 @@
 
 Every round times each job once, so that a moment in which the machine is busy spoils one round of
 a few jobs and not one job altogether. What a job moves or computes is counted as the cost model
-counts it: a rate is what makes the model's prediction right.
+counts it: a rate is what makes the model's prediction right. A GPU's calls are timed in a row, as
+they follow each other in a step, at the clock that it has under load.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Call = Callable[[], object]
 
 _ROUNDS = 4
 _CALLS = 5
-"""Of a job in one round on a GPU, whose median counts; on a CPU one."""
+"""Of a job in one round on a GPU, in a row; on a CPU one."""
+_HEATING = 0.3
+"""Seconds of products before the first round: a GPU at rest is faster than it stays."""
 _LIMIT = 0.6
 """Seconds that a job may take in all; then it gets no more rounds."""
 _TINY_CALLS = 100
@@ -59,6 +62,8 @@ class Job:
     """Makes its operands, which live only while it is timed, and gives what is called."""
     results: float = 0.0
     """Elements that an integer product writes: the model counts them as a transform's bytes."""
+    calls: int = 1
+    """As the model counts them: each takes a time of its own."""
 
 
 def measure(device: torch.device, table: Rates) -> Rates:
@@ -71,10 +76,11 @@ def measure(device: torch.device, table: Rates) -> Rates:
         RuntimeError: the device could not do it, for want of memory among others.
     """
     with _undisturbed(device):
-        jobs = _jobs(device, table)
-        rates = _rates(jobs, _best(jobs, device), table, device)
+        _heat(device)
         host, start = _calls(device)
-    return dataclasses.replace(rates, launch=host, start=start)
+        called = dataclasses.replace(table, launch=host, start=start)
+        jobs = _jobs(device, called)
+        return _rates(jobs, _best(jobs, device), called, device)
 
 
 @contextlib.contextmanager
@@ -109,23 +115,43 @@ def _round(call: Call, device: torch.device) -> float:
         began = time.perf_counter()
         call()
         return time.perf_counter() - began
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_CALLS)]
-    for start, end in pairs:
-        start.record()
+    return _between_events(call, _CALLS, device) / _CALLS
+
+
+def _between_events(call: Call, times: int, device: torch.device, pause: int = 0) -> float:
+    """Seconds that a GPU works on calls in a row, after a ``pause`` of so many cycles."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if pause:
+        torch.cuda._sleep(pause)
+    start.record()
+    for _ in range(times):
         call()
-        end.record()
+    end.record()
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
+    return start.elapsed_time(end) / 1e3
+
+
+def _heat(device: torch.device) -> None:
+    """Bring a GPU to the clock that it has in training."""
+    if device.type != "cuda":
+        return
+    call = _exact(device, "bfloat16", *_PRODUCTS["cuda"][-1]).make()
+    began = time.perf_counter()
+    while time.perf_counter() - began < _HEATING:
+        _between_events(call, _CALLS, device)
 
 
 def _rates(jobs: list[Job], best: list[float], table: Rates, device: torch.device) -> Rates:
+    """``table`` with the rates by which the model predicts ``best`` of ``jobs``."""
+    call = table.start if table.asynchronous else table.launch
+
     def mean(name: str, result: float = 0.0) -> float:
         """Geometric mean of a rate; ``result``: seconds of writing an element that are not its."""
-        logs = [
-            math.log(job.amount / max(spent / 2, spent - job.results * result))
-            for job, spent in zip(jobs, best, strict=True)
-            if job.rate == name
-        ]
+        logs = []
+        for job, spent in zip(jobs, best, strict=True):
+            if job.rate == name:
+                other = job.results * result + job.calls * call
+                logs.append(math.log(job.amount / max(spent / 2, spent - other)))
         return math.exp(statistics.mean(logs))
 
     transform = mean("transform")
@@ -240,7 +266,7 @@ def _operator(
 
     sized = Sized([], *map(sympy.Integer, (rows, columns, dtype.itemsize)))
     cost, _ = PRICES[op](sized, *args)
-    return Job(rate, float(cost.bytes), make)
+    return Job(rate, float(cost.bytes), make, calls=cost.calls)
 
 
 def _copy(device: torch.device, size: int) -> Job:
@@ -265,36 +291,24 @@ def _convolution(device: torch.device, name: str) -> Job:
 
 
 def _calls(device: torch.device) -> tuple[float, float]:
-    """(the host's, the device's) seconds of an operator that has next to nothing to do."""
+    """(the host's, a GPU's own) seconds of an operator that has next to nothing to do."""
     tiny = torch.zeros(32, 32, device=device, dtype=torch.float32)
 
     def call() -> None:
-        for _ in range(_TINY_CALLS):
-            hot.quantize_rows.default(tiny, 8, True, False)
+        hot.quantize_rows.default(tiny, 8, True, False)
 
-    host, own = math.inf, math.inf
-    for _ in range(_ROUNDS):
-        host = min(host, _host(call, device))
-        own = min(own, _device(call, device))
-    return host / _TINY_CALLS, own / _TINY_CALLS
+    host = min(_host(call, device) for _ in range(_ROUNDS))
+    if device.type != "cuda":
+        return host, 0.0
+    # queued behind a pause, it does not wait for the host
+    queued = [_between_events(call, _TINY_CALLS, device, _PAUSE) for _ in range(_ROUNDS)]
+    return host, min(queued) / _TINY_CALLS
 
 
 def _host(call: Call, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def _device(call: Call, device: torch.device) -> float:
-    """A GPU's own time of ``call``: queued behind a pause, it does not wait for the host."""
-    if device.type != "cuda":
-        return 0.0
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_PAUSE)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1e3
+    for _ in range(_TINY_CALLS):
+        call()
+    return (time.perf_counter() - began) / _TINY_CALLS

@@ -82,22 +82,30 @@ class _Offer:
     saved: int
 
     @property
+    def cost(self) -> float:
+        """Seconds to be paid for; none where it wins time."""
+        return max(0.0, self.seconds)
+
+    @property
     def rank(self) -> tuple[float, int]:
-        """Best first: what takes no time, then by seconds per byte."""
-        return max(0.0, self.seconds) / max(1, self.saved), -self.saved
+        """Best first: by seconds per byte, and of those that cost nothing the largest."""
+        return self.cost / max(1, self.saved), -self.saved
 
 
 def _paid_for(
     ladders: dict[Crosser, tuple[Scheme, ...]], price: StoragePrice | None, won: float
 ) -> dict[Crosser, Scheme]:
-    """What saves most bytes per second, while ``won`` and what storing itself wins pay for it."""
+    """What saves most bytes per second for as long as ``won`` pays for it.
+
+    What storing one tensor is predicted to win is not spent on another.
+    """
     taken: dict[Crosser, _Offer] = {}
     spent = 0.0
     for offer in sorted(_offers(ladders, price), key=lambda offer: offer.rank):
         first, _ = offer.schemes[0]
-        before = taken.get(first, _Offer((), 0.0, 0))
-        more = offer.seconds - before.seconds
-        if offer.saved > before.saved and (more <= 0 or spent + more <= won):
+        finer = taken.get(first, _Offer((), 0.0, 0))
+        more = offer.cost - finer.cost
+        if offer.saved > finer.saved and (more <= 0 or spent + more <= won):
             taken[first] = offer
             spent += more
     return dict(pair for offer in taken.values() for pair in offer.schemes)
