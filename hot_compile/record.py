@@ -42,7 +42,7 @@ class GraphReport:
     @property
     def predicted_seconds(self) -> dict[str, float | None]:
         """How much longer than exact a step takes, by cause; None: no rates known."""
-        return {"layers": -self.plan.seconds_won, "storing": self.storing_seconds}
+        return {"layers": 0.0 - self.plan.seconds_won, "storing": self.storing_seconds}
 
     @property
     def storing_seconds(self) -> float | None:

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
-from hot_compile.passes.cost.linear import Pricing
-from hot_compile.passes.cost.storing import StoragePrice, storing_seconds
+from hot_compile.passes.cost.linear import Pricing, Rates
+from hot_compile.passes.cost.storing import StoragePrice, rows_seconds, storing_seconds
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
@@ -90,17 +90,19 @@ class Context:
     asked: HotConfig | None = None
     """The user's own options, if ``config`` has more: warnings are about these."""
 
+    def rates(self, device: torch.device) -> Rates | None:
+        """Of a device, the user's own laid over them; None: nothing can run there."""
+        found = self.pricing(device)
+        return None if isinstance(found, str) else found.override(dict(self.config.rates))
+
     def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
         """What says how many seconds storing one of ``found`` costs a step."""
-        own = dict(self.config.rates)
         devices = {crosser.saved.meta["val"].device for crosser in found}
-        prices = {device: self.pricing(device) for device in devices}
+        known = {device: self.rates(device) for device in devices}
 
         def price(crosser: Crosser, scheme: Scheme) -> float | None:
-            rates = prices[crosser.saved.meta["val"].device]
-            if isinstance(rates, str):
-                return None
-            return storing_seconds(crosser, scheme, rates.override(own))
+            rates = known[crosser.saved.meta["val"].device]
+            return None if rates is None else storing_seconds(crosser, scheme, rates)
 
         return price
 
@@ -242,16 +244,21 @@ def _advance(cut: Partitioned) -> int:
 
 
 def _stored_for_sure(cut: Partitioned) -> bool:
-    """What crosses instead will be stored, or it would be written for nothing.
+    """What is to cross instead will be stored: else it would be written for nothing.
 
-    With ``memory="free"`` that is so where fused kernels pack at no cost: on a GPU.
+    With ``memory="free"`` that is so if the won time would pay for storing all that crosses in
+    kernels that are there anyway. Such tensors, normalised ones, are the cheapest of all.
     """
     context = cut.context
-    if context.config.memory is not Memory.FREE:
+    if cut.plan is None or context.config.memory is not Memory.FREE:
         return True
-    pairs = saved_pairs(*cut.graphs, cut.num_fwd_outputs)
-    priced = map(context.pricing, {saved.meta["val"].device for saved, _ in pairs})
-    return all(not isinstance(rates, str) and rates.asynchronous for rates in priced)
+    cost = 0.0
+    for saved, _ in saved_pairs(*cut.graphs, cut.num_fwd_outputs):
+        rates = context.rates(saved.meta["val"].device)
+        if rates is None:
+            return False
+        cost += rows_seconds(saved.meta["val"], rates)
+    return cost <= cut.plan.seconds_won
 
 
 def _crossers(cut: Partitioned) -> int:

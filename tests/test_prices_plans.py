@@ -20,8 +20,9 @@ from hot_compile.passes import pipeline
 from hot_compile.passes.cost import devices, tuned
 from hot_compile.passes.cost.devices import RATES, rates_of
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.cost.storing import storing_seconds
+from hot_compile.passes.cost.storing import rows_seconds, storing_seconds
 from hot_compile.passes.graph import aten
+from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.crossers import Crosser
@@ -196,19 +197,19 @@ def by_scheme(graphs):
 
 
 def test_storing_costs_what_it_moves(file_of):
-    """A GELU's input is packed in a kernel of its own; a norm's rows where they are made."""
+    """A GELU's input is packed in a kernel of its own; a norm's rows where they are made.
+
+    Restoring them is part of whoever reads them."""
     rates = DEVICES["A100"]
     graphs = predict(blocks, 64, file_of("A100"), "bf16").graphs
     found = by_scheme(graphs)
     gelu = next(c for c in found["groups6"] if c.module.endswith("fc1"))
     alone = (gelu.bytes_before + gelu.bytes) / rates.packing + rates.start
-    read = (gelu.bytes - gelu.bytes_before) / rates.copy
-    assert gelu.seconds == pytest.approx(alone + read)
+    assert gelu.seconds == pytest.approx(alone)
     rows = [c for c in found["rows8"] if ".norm" in c.module]
     assert rows
     for c in rows:
-        assert c.seconds == pytest.approx((2 * c.bytes - c.bytes_before) / rates.copy)
-        assert c.seconds <= 0
+        assert c.seconds == pytest.approx(c.bytes / rates.copy)
     assert all(c.seconds == 0 for c in found["exact"])
 
 
@@ -306,10 +307,9 @@ def test_free_storage_takes_no_more_time_than_layers_win(name, found):
         chosen = plan_storage(found, FREE, price, won)
         costs = {c: price(c, scheme) for c, scheme in chosen.items()}
         assert sum(costs.values()) <= max(0.0, won) + 1e-15
-        assert won > 0 or all(cost <= 0 for cost in costs.values())
         sizes.append(saved_by(chosen))
-    assert sizes[0] == sizes[1] <= sizes[2] <= sizes[3] <= sizes[4]
-    assert sizes[1] < sizes[3]
+    assert 0 == sizes[0] == sizes[1] <= sizes[2] <= sizes[3] <= sizes[4]
+    assert sizes[2] < sizes[4]
     assert chosen == everything
 
 
@@ -369,18 +369,27 @@ def test_free_storage_in_a_whole_plan(file_of):
     assert sum(g.held_bytes for g in free) < sum(g.held_bytes for g in off)
 
 
-def test_where_nothing_is_won_only_what_costs_nothing_is_stored(file_of):
-    graphs = predict(blocks, 64, file_of("H100"), "bf16", options={"memory": "free"}).graphs
-    assert not rewritten(graphs)
-    stored = [c for c in crossings(graphs) if c.scheme != "exact"]
-    assert stored
-    assert sum(c.seconds for c in stored) <= 0
-
-
-def test_a_cpu_on_which_nothing_pays_keeps_everything_as_it_is(file_of):
-    path = file_of("CPU without VNNI")
+@pytest.mark.parametrize("name", ["H100", "CPU without VNNI"])
+def test_where_nothing_is_won_everything_stays_as_it_is(name, file_of):
+    path = file_of(name)
     free, off = (
-        crossings(predict(one_block, 8, path, options={"memory": memory}).graphs)
-        for memory in ("free", "off")
+        predict(one_block, 8, path, options={"memory": memory}).graphs for memory in ("free", "off")
     )
-    assert [(c.name, c.bytes) for c in free] == [(c.name, c.bytes) for c in off]
+    assert not rewritten(free)
+    free, off = crossings(free), crossings(off)
+    assert [(c.name, c.scheme, c.bytes) for c in free] == [(c.name, "exact", c.bytes) for c in off]
+
+
+def test_the_cut_moves_only_if_what_then_crosses_will_be_stored(file_of, monkeypatch):
+    """A norm's input is written anyway, its normalised form only to be stored."""
+    rates, moved, won = DEVICES["H100"], [], {}
+    path = file_of("H100")
+    off = crossings(predict(one_block, 8, path, options={"memory": "off"}).graphs)
+    given = (torch.empty(list(map(int, c.shape)), dtype=getattr(torch, c.dtype)) for c in off)
+    enough = sum(rows_seconds(each, rates) for each in given)
+    monkeypatch.setattr(pipeline, "advance", lambda *_: moved.append(won["share"]) or 0)
+    monkeypatch.setattr(Plan, "seconds_won", property(lambda plan: won["share"] * enough))
+    for won["share"] in (0.0, 0.99, 1.01):
+        graphs = predict(one_block, 8, path, options={"memory": "free"}).graphs
+        assert sum(c.seconds for c in crossings(graphs)) <= won["share"] * enough
+    assert moved == [1.01]

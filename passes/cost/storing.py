@@ -1,9 +1,9 @@
-"""What storing a crossing tensor costs a step: seconds more than leaving it as it is, or fewer.
+"""What storing a crossing tensor costs a step, in seconds more than leaving it as it is.
 
-The backward reads a stored tensor in fewer bytes than a whole one. The forward writes those bytes;
-that it need not write the whole tensor for the backward is not counted, since most are written for
-the forward as well. Where a kernel of Inductor's makes or reads the tensor, packing or restoring is
-part of it; elsewhere it is a kernel of its own, which reads and writes both.
+Where a kernel of Inductor's makes or reads the tensor, packing or restoring is part of it: what is
+packed is written besides, and what is restored is read in fewer bytes, which its arithmetic uses
+up. Elsewhere either is a kernel of its own, which reads and writes both. That the forward need not
+write the whole tensor is not counted: it is mostly written for the forward's own readers as well.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 
-from torch import fx
+from torch import Tensor, fx
 
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.graph import CASTS, VIEWS, aten, is_pointwise, strip
@@ -31,24 +31,38 @@ _MASK_BITS = 8
 
 
 def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
-    """Predicted time of packing and restoring ``crosser``, less what exact storage takes.
-
-    Negative where fewer bytes are moved than without.
-    """
+    """Predicted time of packing and restoring ``crosser``, less what exact storage takes."""
     if scheme is Scheme.EXACT:
         return 0.0
     whole, held = _bytes(crosser, scheme)
     alone = (whole + held) / rates.packing
     alone += rates.start if rates.asynchronous else rates.launch
-    # a GPU's kernels wait for memory, so that what they compute besides takes no time
-    slower = 0.0 if rates.asynchronous else max(0.0, 1 / rates.packing - 1 / rates.copy)
-    arithmetic = (whole + held) * slower
     packed, restored = alone, alone
     if _packed_by_another(crosser, scheme):
-        packed = held / rates.copy + arithmetic
+        packed = held / rates.copy + _arithmetic(whole + held, rates)
     if _restored_by_readers(crosser, scheme, rates):
-        restored = (held - whole) / rates.copy + arithmetic
+        restored = _read_less(whole, held, rates)
     return packed + restored
+
+
+def rows_seconds(value: Tensor, rates: Rates) -> float:
+    """What storing ``value`` in 8 bits costs at least: between kernels that pack and restore it."""
+    whole = bytes_of(value)
+    held = whole // value.dtype.itemsize
+    packed = held / rates.copy + _arithmetic(whole + held, rates)
+    return packed + _read_less(whole, held, rates)
+
+
+def _arithmetic(moved: int, rates: Rates) -> float:
+    """What packing takes longer than moving as many bytes; on a GPU it does so while it waits."""
+    if rates.asynchronous:
+        return 0.0
+    return moved * max(0.0, 1 / rates.packing - 1 / rates.copy)
+
+
+def _read_less(whole: int, held: int, rates: Rates) -> float:
+    """A reader that restores on its way. It was never seen to get faster by it."""
+    return max(0.0, (held - whole) / rates.copy + _arithmetic(whole + held, rates))
 
 
 def _bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
