@@ -134,6 +134,17 @@ def test_a_gpu_is_measured_once_and_told_of_to_all_later_processes(gpu):
     assert gpu == [device]
 
 
+def test_a_gpu_whose_file_is_damaged_is_measured_anew(gpu, caplog):
+    device = torch.device("cuda", 0)
+    pricing(device)
+    tuned.path_of(device).write_text("{")
+    forget()
+    assert pricing(device) == OURS
+    assert len(gpu) == 2
+    assert sum("are not used" in record.message for record in caplog.records) == 1
+    assert tuned.load(device) == OURS
+
+
 def test_the_table_is_asked_for_before_a_gpu_is_measured(gpu):
     assert pricing(torch.device("cuda", 0), "table") == devices.cuda_rates((9, 0), tf32=False)
     assert not gpu

@@ -197,7 +197,9 @@ def _kept(device: torch.device, path: Path, measures: bool) -> Rates | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
-            return tuned.load(device) or tune(device)
+            return tuned.load(device, warns=False) or tune(
+                device
+            )  # another process may have made it
     except (OSError, RuntimeError) as error:
         log.warning("hot: %s could not be measured, the table's rates are used: %s", device, error)
         return None

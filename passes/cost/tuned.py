@@ -87,7 +87,7 @@ def save(device: torch.device, rates: Rates) -> Path:
     return path
 
 
-def load(device: torch.device) -> Rates | None:
+def load(device: torch.device, warns: bool = True) -> Rates | None:
     """What was kept for ``device``; None if nothing was, or if it cannot be used: then it warns."""
     path = path_of(device)
     try:
@@ -100,7 +100,8 @@ def load(device: torch.device) -> Rates | None:
         return None
     except _UNREADABLE as error:
         why = f"{type(error).__name__}: {error}"
-    log.warning("hot: rates in %s are not used (%s); `hot-compile tune` makes new ones", path, why)
+    said = "hot: rates in %s are not used (%s); `hot-compile tune` makes new ones"
+    log.log(logging.WARNING if warns else logging.DEBUG, said, path, why)
     return None
 
 
