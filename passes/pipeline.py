@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -90,18 +90,20 @@ class Context:
     asked: HotConfig | None = None
     """The user's own options, if ``config`` has more: warnings are about these."""
 
-    def rates(self, device: torch.device) -> Rates | None:
-        """Of a device, the user's own laid over them; None: nothing can run there."""
-        found = self.pricing(device)
-        return None if isinstance(found, str) else found.override(dict(self.config.rates))
+    def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
+        """Of each node's device, the user's own laid over them; None: nothing can run there."""
+        own = dict(self.config.rates)
+        devices = {node: node.meta["val"].device for node in nodes}
+        found = {device: self.pricing(device) for device in set(devices.values())}
+        known = {d: None if isinstance(r, str) else r.override(own) for d, r in found.items()}
+        return {node: known[device] for node, device in devices.items()}
 
     def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
         """What says how many seconds storing one of ``found`` costs a step."""
-        devices = {crosser.saved.meta["val"].device for crosser in found}
-        known = {device: self.rates(device) for device in devices}
+        known = self.rates_of(crosser.saved for crosser in found)
 
         def price(crosser: Crosser, scheme: Scheme) -> float | None:
-            rates = known[crosser.saved.meta["val"].device]
+            rates = known[crosser.saved]
             return None if rates is None else storing_seconds(crosser, scheme, rates)
 
         return price
@@ -252,9 +254,9 @@ def _stored_for_sure(cut: Partitioned) -> bool:
     context = cut.context
     if cut.plan is None or context.config.memory is not Memory.FREE:
         return True
+    pairs = saved_pairs(*cut.graphs, cut.num_fwd_outputs)
     cost = 0.0
-    for saved, _ in saved_pairs(*cut.graphs, cut.num_fwd_outputs):
-        rates = context.rates(saved.meta["val"].device)
+    for saved, rates in context.rates_of(saved for saved, _ in pairs).items():
         if rates is None:
             return False
         cost += rows_seconds(saved.meta["val"], rates)
