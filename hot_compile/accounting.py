@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from .backend import hot
-from .inspect import check_arguments, head_table, megabytes
+from .inspect import check_arguments, head_table, megabytes, predicted_time
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .page import save_page
 from .passes.head.plan import HeadDecision
@@ -73,6 +73,7 @@ class MemoryReport:
         return {
             "predicted_held_bytes": self.predicted_held_bytes,
             "uncompressed_bytes": self.uncompressed_bytes,
+            "predicted_seconds": [graph.predicted_seconds for graph in self.graphs],
             "left_out_bytes": sum(head.bytes_left_out for head in self.heads),
             "measured": {name: dataclasses.asdict(m) for name, m in self.measured.items()},
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
@@ -141,6 +142,7 @@ class MemoryReport:
             for table in self.tables():
                 console.print(table)
             console.print(f"predicted for hot: {megabytes(self.predicted_held_bytes)} held")
+            console.print(predicted_time(self.graphs))
         return capture.get()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,8 @@ def hot(
         listener: told of each graph's outcome when it is compiled. Unlike a recorder it leaves
             Inductor's caches on, and hears nothing of what comes from there.
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
-        prices: rates of each device, for planning; by default this machine's, where operators run.
+        prices: rates of each device, for planning; by default this machine's, where operators run,
+            as option ``prices`` says.
 
     Raises:
         OptionError: an option is unknown or has a bad value.
@@ -94,7 +96,7 @@ def hot(
     inputs = _graph_inputs(gm)
     graph = _Graph(
         own, example_inputs, inputs, inner_compile, patches, recorder, config,
-        prices or pricing, listener,
+        prices or functools.partial(pricing, prices=config.prices), listener,
     )  # fmt: skip
     return tied(_compiled(graph, config, monitor, observer), logits, gm)
 

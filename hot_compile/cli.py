@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, plan_cli, profile_cli
+from . import __version__, plan_cli, profile_cli, tune_cli
 from .errors import BuildError, OptionError, PassDisabledError, ScriptError
 from .runtime.native import build as building
 from .runtime.native.providers import status
@@ -20,6 +20,7 @@ from .runtime.native.providers import status
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.add_typer(profile_cli.app, name="profile")
 app.command()(plan_cli.plan)
+app.command()(tune_cli.tune)
 console = Console()
 
 

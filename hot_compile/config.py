@@ -62,6 +62,9 @@ class Memory(str, Enum):
     """Every large one whose readers tolerate it, layers' inputs or not."""
     PAPER = "paper"
     """Only what a layer's product reads, as the paper's ABC."""
+    FREE = "free"
+    """What costs no time: in order of bytes saved per predicted second, for as long as the time
+    that layers' products win pays for it."""
     OFF = "off"
     """None. With ``recompute=False``, what strategies keep of x is still theirs."""
 
@@ -138,6 +141,10 @@ class HotConfig:
     """Logits of fewer bytes are not worth it."""
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
+    prices: str = "measured"
+    """"measured": by rates measured on this very device, on a GPU once, in seconds, before the
+    first compile, on a CPU by ``hot-compile tune``. Until then, and with "table", by the built-in
+    table's rates of devices of its kind (docs/adr/0019)."""
     rates: tuple[tuple[str, float], ...] = ()
     """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
     profile: str | None = None
@@ -186,7 +193,11 @@ class HotConfig:
         fields = {name: _PARSERS[name](name, value) for name, value in options.items()}
         if fields.get("profile") is not None:  # what was calibrated is used as it is
             fields.setdefault("lqs", "off")
-        return dataclasses.replace(RECIPES[recipe], **fields)
+        config = dataclasses.replace(RECIPES[recipe], **fields)
+        if config.memory is Memory.FREE and config.memory_budget is not None:
+            wanted = "None beside memory='free', which has a budget of its own, of time"
+            raise OptionError.value("memory_budget", config.memory_budget, wanted)
+        return config
 
     def overridden(self, name: str) -> Strategy | None:
         """What ``override`` gives a layer of this name: the last glob that matches counts."""
@@ -389,7 +400,10 @@ def _bytes(name: str, value: object) -> int:
     raise OptionError.value(name, value, "a number of bytes, an int >= 0")
 
 
-RATE_NAMES = ("float32", "bfloat16", "float16", "integer", "int4", "transform", "launch")
+RATE_NAMES = (
+    *("float32", "bfloat16", "float16", "integer", "int4"),
+    *("transform", "launch", "copy", "packing"),
+)
 """What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
 
 
@@ -429,6 +443,7 @@ _PARSERS: dict[str, Any] = {
     "head": _one_of("chunked", "off"),
     "head_min_bytes": _bytes,
     "min_gain": _ratio,
+    "prices": _one_of("measured", "table"),
     "rates": _rates,
     "profile": _path,
     "lqs": _one_of("auto", "off"),

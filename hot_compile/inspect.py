@@ -119,6 +119,7 @@ class Explanation:
                 f"held between forward and backward: {megabytes(self.held_bytes)} "
                 f"({megabytes(before)} uncompressed)"
             )
+            console.print(predicted_time(self.graphs))
         return capture.get()
 
 
@@ -163,6 +164,25 @@ def head_table(heads: Sequence[HeadDecision]) -> Table:
 def megabytes(count: int) -> str:
     """``count`` bytes as text, in MiB."""
     return f"{count / 2**20:.2f} MiB"
+
+
+def predicted_time(graphs: Sequence[GraphReport]) -> str:
+    """What storing is predicted to cost a step and layers to win, and what comes of both."""
+    won = sum(graph.plan.seconds_won for graph in graphs)
+    seconds = [graph.storing_seconds for graph in graphs]
+    known = [each for each in seconds if each is not None]
+    if len(known) < len(seconds):
+        return "predicted time of storing: unknown, there are no rates for this device"
+    cost = sum(known)
+    storing = f"storing {'costs' if cost >= 0 else 'wins'} {milliseconds(cost)}"
+    step = f"{milliseconds(cost - won)} {'more' if cost > won else 'less'} than exact"
+    layers = f"layers {'win' if won >= 0 else 'cost'} {milliseconds(won)}"
+    return f"predicted: {storing}, {layers}; a step takes {step}"
+
+
+def milliseconds(seconds: float) -> str:
+    """How long ``seconds`` are, whatever their sign, in ms."""
+    return f"{abs(seconds) * 1e3:.3g} ms"
 
 
 def explain(

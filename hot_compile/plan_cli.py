@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 _MODEL = "timm:NAME, or MODULE:FUNCTION, a function of the batch that returns (model, inputs)"
-_DEVICES = "h200, h100, a100, a10, rtx3090, l4, l40s, rtx4090 or cpu"
+_DEVICES = (
+    "h200, h100, a100, a10, rtx3090, l4, l40s, rtx4090, cpu, or a file that hot-compile tune made"
+)
 
 
 def plan(

@@ -110,6 +110,8 @@ def _table(title: str, ours: Prediction, stock: Prediction) -> PlainTable:
 
 def _rates(device: str) -> str:
     """Where the rates come from that layers were chosen by."""
+    if device.endswith(".json"):
+        return f"Gains are by the rates in {device}."
     measured = _MEASURED_ON.get(CAPABILITIES.get(device, device))  # type: ignore[call-overload]
     if measured is None:
         return "Gains are by datasheet rates, not measured."

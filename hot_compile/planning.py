@@ -108,7 +108,7 @@ def predict(
     Args:
         make: makes the model and its inputs.
         batch: samples.
-        device: a name of ``passes.cost.devices.CAPABILITIES``, or ``cpu``.
+        device: as ``passes.cost.devices.rates_of`` takes it: a name, or a file of rates.
         dtype: one of ``DTYPES``. optimizer: one of ``OPTIMIZERS``.
         options: as for ``torch.compile(model, backend="hot")``; ``STOCK`` for Inductor as it is.
 

@@ -39,12 +39,24 @@ class GraphReport:
         """Bytes kept from forward to backward, parameters and inputs aside."""
         return sum(c.bytes for c in self.crossing)
 
+    @property
+    def predicted_seconds(self) -> dict[str, float | None]:
+        """How much longer than exact a step takes, by cause; None: no rates known."""
+        return {"layers": 0.0 - self.plan.seconds_won, "storing": self.storing_seconds}
+
+    @property
+    def storing_seconds(self) -> float | None:
+        """Predicted time that storing takes of a step, less what it saves; None: no rates known."""
+        seconds = [c.seconds for c in self.crossing]
+        return None if None in seconds else sum(s for s in seconds if s is not None)
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
         return {
             "plan": self.plan.to_json(),
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
             "held_bytes": self.held_bytes,
+            "predicted_seconds": self.predicted_seconds,
         }
 
 

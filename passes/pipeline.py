@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.errors import HotError, OptionWarning
-from hot_compile.passes.cost.linear import Pricing
+from hot_compile.passes.cost.linear import Pricing, Rates
+from hot_compile.passes.cost.storing import StoragePrice, rows_seconds, storing_seconds
 from hot_compile.passes.exact.casts import cast_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
@@ -43,7 +44,7 @@ from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.copies import merge_copies
-from hot_compile.passes.storage.crossers import Crosser, Judge, crossers
+from hot_compile.passes.storage.crossers import Crosser, Judge, crossers, saved_pairs
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.schemes import Scheme
@@ -90,6 +91,24 @@ class Context:
     """Shown every layer's operands in each backward; the graph is then left exact."""
     asked: HotConfig | None = None
     """The user's own options, if ``config`` has more: warnings are about these."""
+
+    def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
+        """Of each node's device, the user's own laid over them; None: nothing can run there."""
+        own = dict(self.config.rates)
+        devices = {node: node.meta["val"].device for node in nodes}
+        found = {device: self.pricing(device) for device in set(devices.values())}
+        known = {d: None if isinstance(r, str) else r.override(own) for d, r in found.items()}
+        return {node: known[device] for node, device in devices.items()}
+
+    def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
+        """What says how many seconds storing one of ``found`` costs a step."""
+        known = self.rates_of(crosser.saved for crosser in found)
+
+        def price(crosser: Crosser, scheme: Scheme) -> float | None:
+            rates = known[crosser.saved]
+            return None if rates is None else storing_seconds(crosser, scheme, rates)
+
+        return price
 
 
 @cache
@@ -197,6 +216,8 @@ class Partitioned:
     num_fwd_outputs: int
     found: list[Crosser] = dataclasses.field(default_factory=list)
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
+    seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
+    """Predicted for each of ``chosen``."""
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -221,9 +242,27 @@ def _layouts(cut: Partitioned) -> int:
 
 
 def _advance(cut: Partitioned) -> int:
-    if not cut.stores:
+    if not cut.stores or not _stored_for_sure(cut):
         return 0
     return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+
+
+def _stored_for_sure(cut: Partitioned) -> bool:
+    """What is to cross instead will be stored: else it would be written for nothing.
+
+    With ``memory="free"`` that is so if the won time would pay for storing all that crosses in
+    kernels that are there anyway. Such tensors, normalised ones, are the cheapest of all.
+    """
+    context = cut.context
+    if cut.plan is None or context.config.memory is not Memory.FREE:
+        return True
+    pairs = saved_pairs(*cut.graphs, cut.num_fwd_outputs)
+    cost = 0.0
+    for saved, rates in context.rates_of(saved for saved, _ in pairs).items():
+        if rates is None:
+            return False
+        cost += rows_seconds(saved.meta["val"], rates)
+    return cost <= cut.plan.seconds_won
 
 
 def _crossers(cut: Partitioned) -> int:
@@ -232,8 +271,10 @@ def _crossers(cut: Partitioned) -> int:
 
 
 def _plan_storage(cut: Partitioned) -> int:
-    if cut.stores:
-        cut.chosen = plan_storage(cut.found, cut.context.config)
+    if cut.plan is not None and cut.stores:
+        price = cut.context.storage_prices(cut.found)
+        cut.chosen = plan_storage(cut.found, cut.context.config, price, cut.plan.seconds_won)
+        cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
 
 
@@ -375,7 +416,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         graphs = {"forward": cut.forward.graph, "backward": cut.backward.graph}
         try:
             run("partitioned", PARTITIONED, cut, graphs)
-            kept = crossing(cut.found, cut.stored)
+            kept = crossing(cut.found, cut.stored, cut.seconds)
             if cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
         except OptionWarning:  # the user's filter makes errors of warnings
@@ -416,7 +457,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             return functorch_config.patch(
                 ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
             )
-        changed = plan is not None and (plan.rewritten or config.memory is not Memory.OFF)
+        stores = config.memory not in (Memory.OFF, Memory.FREE)  # recomputing is not for free
+        changed = plan is not None and (plan.rewritten or stores)
         if not changed or not config.recompute:
             return contextlib.nullcontext()
         return functorch_config.patch(ban_recompute_materialized_backward=False)

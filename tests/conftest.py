@@ -1,4 +1,5 @@
-"""For all tests: pytest's log capture does not switch torch's structured trace on.
+"""For all tests: plans are made by the table's rates, and pytest's log capture does not switch
+torch's structured trace on.
 
 Torch writes every graph of every stage as text as soon as that logger has a handler, and pytest >=
 9.2 gives its own to each logger that does not propagate.
@@ -6,8 +7,26 @@ Torch writes every graph of every stage as text as soon as that logger has a han
 
 import logging
 
+import pytest
 import torch  # importing it sets its loggers up
+
+from hot_compile.passes.cost import devices, tuned
 
 trace = logging.getLogger(f"{torch.__name__}.__trace")
 trace.handlers.clear()
 trace.propagate = True
+
+
+@pytest.fixture
+def rates_folder(monkeypatch, tmp_path):
+    """An empty folder for measured rates, which count in the test that asks for it."""
+    folder = tmp_path / "rates"
+    monkeypatch.setattr(tuned, "rates_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _rates_of_the_table(request, monkeypatch):
+    """What was measured on the machine that runs the tests changes no plan in them."""
+    if "rates_folder" not in request.fixturenames:
+        monkeypatch.setattr(devices, "_measured", lambda device: None)

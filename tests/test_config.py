@@ -84,7 +84,8 @@ def test_paper_is_the_papers_text():
         ({"lqs_batches": 1.5}, "whole number >= 1"),
         ({"lqs_rechecks": -1}, "whole number >= 0"),
         ({"error_budget": 0}, "relative error > 0"),
-        ({"memory": "some"}, "'all', 'paper', 'off'"),
+        ({"memory": "some"}, "'all', 'paper', 'free', 'off'"),
+        ({"memory": "free", "memory_budget": 0.5}, "a budget of its own"),
         ({"memory_bits": 2}, "[4, 6, 8]"),
         ({"memory_budget": 1.5}, "a fraction"),
         ({"memory_budget": -1}, "a fraction"),
@@ -92,6 +93,7 @@ def test_paper_is_the_papers_text():
         ({"memory_min_bytes": 1.5}, "number of bytes"),
         ({"rates": {"int2": 1e12}}, "positive numbers by"),
         ({"rates": {"integer": -1}}, "positive numbers by"),
+        ({"prices": "guessed"}, "['measured', 'table']"),
     ],
 )
 def test_bad_values_name_the_valid_ones(options, says):
@@ -137,6 +139,7 @@ def test_hash_sees_every_field():
         "forward": "int8",
         "forward_budget": 0.1,
         "dump": "x",
+        "prices": "table",
         "rates": (("integer", 1.0),),
         "profile": "x",
         "error_budget": 0.1,

@@ -1,4 +1,4 @@
-"""What each device sustains: the one table that prices strategies."""
+"""What each device sustains: measured on it where it was, else by one table of kinds of devices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from hot_compile.errors import BuildError, OptionError
+from hot_compile.passes.cost import tuned
 from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.cost.timing import measure
 from hot_compile.passes.site import Site
 from hot_compile.runtime.native.build import load
 from hot_compile.runtime.native.providers import status
@@ -29,6 +33,8 @@ RATES: dict[str, Rates] = {
         convolution={"float32": 420e9, "bfloat16": 1000e9, "float16": 1000e9},
         unfold=15e9,
         fold=20e9,
+        copy=50e9,
+        packing=20e9,
         int32_result=True,
     ),
     # Without VNNI the INT8 product is no faster than fp32: nothing pays.
@@ -39,6 +45,8 @@ RATES: dict[str, Rates] = {
         transform=3e9,
         launch=8e-6,
         convolution={"float32": 100e9, "bfloat16": 100e9, "float16": 100e9},
+        copy=12e9,
+        packing=3e9,
         int32_result=True,
     ),
     # NVIDIA H200, fitted to the kernels of whole ViT-B steps, where the clock is what it is in
@@ -51,6 +59,8 @@ RATES: dict[str, Rates] = {
         int4=1600e12,
         transform=3.3e12,
         launch=8e-6,
+        copy=4.2e12,
+        packing=3.6e12,
         start=3e-6,
         asynchronous=True,
         one_read=True,
@@ -63,6 +73,8 @@ RATES: dict[str, Rates] = {
         int4=800e12,
         transform=1.2e12,
         launch=8e-6,
+        copy=1.6e12,
+        packing=1.4e12,
         start=4e-6,
         asynchronous=True,
     ),
@@ -73,23 +85,27 @@ RATES: dict[str, Rates] = {
         int4=400e12,
         transform=0.7e12,
         launch=8e-6,
+        copy=0.8e12,
+        packing=0.7e12,
         start=4e-6,
         asynchronous=True,
     ),
 }
 
 
-def pricing(device: torch.device) -> Rates | str:
+def pricing(device: torch.device, prices: str = "measured") -> Rates | str:
     """Rates of ``device``, or the reason why no layer can be rewritten for it.
 
-    Builds and loads the runtime for the device on first use.
+    Builds and loads the runtime for the device on first use. With ``prices="measured"`` the rates
+    are those measured on this machine, if there are any or can be; else, or with "table", the
+    table's.
     """
     missing = _missing(device.type)
-    if missing:
-        return missing
-    if device.type == "cpu":
-        return _cpu_rates()
-    return cuda_rates(torch.cuda.get_device_capability(device), _tf32())
+    entry = missing or table_entry(device)
+    if isinstance(entry, str):
+        return entry
+    own = _measured(device) if prices == "measured" else None
+    return _in_force(own or entry, device.type == "cuda" and _tf32())
 
 
 def prices_of(sites: Iterable[Site]) -> dict[torch.device, Rates | str]:
@@ -113,6 +129,13 @@ def _missing(device_type: str) -> str | None:
     return None
 
 
+def table_entry(device: torch.device) -> Rates | str:
+    """The table's rates of devices of this kind, or why the operators are of no use there."""
+    if device.type == "cpu":
+        return _cpu_rates()
+    return _cuda_entry(torch.cuda.get_device_capability(device))
+
+
 @cache
 def _cpu_rates() -> Rates:
     """Asked once: looking for a compiler again for every layer would be work for nothing."""
@@ -121,17 +144,84 @@ def _cpu_rates() -> Rates:
 
 def cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:
     """Rates of the architecture's entry in the table, fp32 at TF32's where that is on."""
+    rates = _cuda_entry(capability)
+    return rates if isinstance(rates, str) else _in_force(rates, tf32)
+
+
+def _cuda_entry(capability: tuple[int, int]) -> Rates | str:
     major, minor = capability
     if major < 8:
         return f"compute capability {major}.{minor} has no INT8 tensor cores this runtime uses"
     if major in (10, 11):  # their fast products are tcgen05's; Ampere's instructions crawl there
         return f"compute capability {major}.{minor}: no integer products for it in this runtime yet"
     rates = RATES[{(9, 0): "sm90", (8, 0): "sm80"}.get(capability, "sm86")]
-    return dataclasses.replace(
-        rates,
-        int4=rates.int4 if major == 8 else rates.integer,  # later chips emulate INT4 products
-        exact={**rates.exact, "float32": rates.exact["tfloat32"]} if tf32 else rates.exact,
-    )
+    int4 = rates.int4 if major == 8 else rates.integer  # later chips emulate INT4 products
+    return dataclasses.replace(rates, int4=int4)
+
+
+def _in_force(rates: Rates, tf32: bool) -> Rates:
+    """``rates`` with fp32 products at TF32's rate where they may use that."""
+    if not tf32 or "tfloat32" not in rates.exact:
+        return rates
+    return dataclasses.replace(rates, exact={**rates.exact, "float32": rates.exact["tfloat32"]})
+
+
+def _measured(device: torch.device) -> Rates | None:
+    """Rates measured on this machine, now if need be; None: the table's are to be used.
+
+    A GPU is measured when it is first asked for. A CPU is not, since what else runs on it would
+    change the plan from run to run: ``hot-compile tune`` measures it. Nor is anything in a job of
+    several processes, which take what the first of them finds.
+    """
+    path = tuned.path_of(device)
+    if tuned.in_job():
+        return _of_job(device, path)
+    return _kept(device, path, measures=device.type == "cuda")
+
+
+@cache
+def _of_job(device: torch.device, path: Path) -> Rates | None:
+    """What all processes of a job take; asked for once by each."""
+    found = tuned.agreed(path, _kept(device, path, measures=False))
+    if found is None:
+        log.info("hot: no measured rates in this job; `hot-compile tune` on its machine makes some")
+    return found
+
+
+@cache
+def _kept(device: torch.device, path: Path, measures: bool) -> Rates | None:
+    """What ``path`` holds for ``device``, or will hold if it ``measures``; one answer a process."""
+    found = tuned.load(device)
+    if found is not None or not measures:
+        return found
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            return tuned.load(device, warns=False) or tune(
+                device
+            )  # another process may have made it
+    except (OSError, RuntimeError) as error:
+        log.warning("hot: %s could not be measured, the table's rates are used: %s", device, error)
+        return None
+
+
+def tune(device: torch.device) -> Rates:
+    """Measure ``device`` in a few seconds, keep what was found for every later process, give it.
+
+    Raises:
+        BuildError: there are no operators for it, or none that it could use.
+        RuntimeError: it could not be measured, for want of memory among others.
+        OSError: the file cannot be written.
+    """
+    entry = _missing(device.type) or table_entry(device)
+    if isinstance(entry, str):
+        raise BuildError(entry)
+    log.info("hot: measuring what %s sustains, once", tuned.kind_of(device))
+    tuned.save(device, measure(device, entry))
+    found = tuned.load(device)
+    if found is None:
+        raise RuntimeError("it gave rates that cannot be; something else keeps it busy")
+    return found
 
 
 CAPABILITIES: dict[str, tuple[int, int]] = {
@@ -148,15 +238,27 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 
 
 def rates_of(device: str, tf32: bool = False) -> Rates:
-    """Rates of a device by its name: one of ``CAPABILITIES``, or ``cpu`` (with VNNI).
+    """Rates of a device that need not be here.
+
+    Args:
+        device: one of ``CAPABILITIES``, ``cpu`` (with VNNI), or a file that ``hot-compile tune``
+            made there, ``*.json``.
+        tf32: fp32 products may use TF32.
 
     Raises:
-        OptionError: no such device.
+        OptionError: no such device, or no rates in the file.
     """
+    if device.endswith(".json"):
+        try:
+            return _in_force(tuned.read(Path(device)), tf32)
+        except (OSError, ValueError) as error:
+            wanted = f"a file made by `hot-compile tune` ({error})"
+            raise OptionError.value("device", device, wanted) from error
     if device == "cpu":
         return RATES["cpu-vnni"]
     if device not in CAPABILITIES:
-        raise OptionError.value("device", device, f"one of {', '.join((*CAPABILITIES, 'cpu'))}")
+        wanted = f"one of {', '.join((*CAPABILITIES, 'cpu'))}, or a file of rates, *.json"
+        raise OptionError.value("device", device, wanted)
     rates = cuda_rates(CAPABILITIES[device], tf32)
     assert isinstance(rates, Rates)
     return rates

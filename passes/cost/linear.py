@@ -54,6 +54,10 @@ class Rates:
     """Elements/s laid out and transformed as a kernel's offsets see them."""
     fold: float = 1e12
     """Elements/s of a kernel's products added up into g_x."""
+    copy: float = 1e12
+    """Bytes/s of a copy, read and written."""
+    packing: float = 1e12
+    """Bytes/s, read and written, of a kernel that packs a tensor to bytes or restores it."""
     int32_result: bool = False
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
     asynchronous: bool = False
@@ -327,10 +331,18 @@ def at(expression: sympy.Expr, shape: Shape) -> float:
     return float(function(shape.rows, shape.outputs, shape.inputs, shape.element, shape.rank))  # type: ignore[operator]
 
 
+def predicted_times(
+    strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape
+) -> tuple[float, float]:
+    """(exact's, ours): predicted seconds of the layer's backward."""
+    exact = at(seconds(exact_cost(how.gx + how.gw), rates, dtype), shape)
+    return exact, at(seconds(layer_cost(strategy, how), rates, dtype), shape)
+
+
 def predicted_gain(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> float:
     """How many times faster than exact the layer's backward is predicted to be."""
-    ours = at(seconds(layer_cost(strategy, how), rates, dtype), shape)
-    return at(seconds(exact_cost(how.gx + how.gw), rates, dtype), shape) / ours if ours else 1.0
+    exact, ours = predicted_times(strategy, how, rates, dtype, shape)
+    return exact / ours if ours else 1.0
 
 
 def rows_that_pay(

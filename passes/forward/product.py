@@ -127,9 +127,15 @@ class Price:
 
     def gain(self, rows: int | None = None) -> float:
         """How many times faster than exact the product is predicted to be, of so many rows."""
+        exact, ours = self.times(rows)
+        return exact / ours
+
+    def times(self, rows: int | None = None) -> tuple[float, float]:
+        """(exact's, ours): predicted seconds of the product, of so many rows."""
         shape = self.shape if rows is None else dataclasses.replace(self.shape, rows=rows)
-        ours = seconds(forward_cost(self.form), self.rates, self.dtype)
-        return at(seconds(exact_cost(1), self.rates, self.dtype), shape) / at(ours, shape)
+        costs = exact_cost(1), forward_cost(self.form)
+        exact, ours = (at(seconds(cost, self.rates, self.dtype), shape) for cost in costs)
+        return exact, ours
 
     def rows_that_pay(self, least: float) -> int | None:
         """From how many rows on it is ``least`` times faster; None: from none."""

@@ -20,7 +20,7 @@ from hot_compile.passes.cost.linear import (
     Shape,
     at,
     kept_bytes,
-    predicted_gain,
+    predicted_times,
     rows_that_pay,
 )
 from hot_compile.passes.exact.forms import Candidate, FormDecision
@@ -73,6 +73,8 @@ class Decision:
     """g_y is quantised once, to 8 bits, for both products (docs/adr/0005)."""
     packed: bool = False
     """g_x's operands are packed two values a byte, for INT4 tensor cores (docs/adr/0008)."""
+    seconds_won: float = 0.0
+    """By which the layer's backward is predicted to be faster than exact; 0 where it stays so."""
 
     def how(self, nodes: SiteNodes | None = None, **more: Any) -> How:
         """What a Linear's strategy is told; ``more``: fields of ``How`` that no plan knows."""
@@ -119,6 +121,12 @@ class Plan:
     def rewritten(self) -> tuple[Decision, ...]:
         """The decisions that change the graph."""
         return tuple(d for d in self.decisions if d.strategy is not Strategy.EXACT)
+
+    @property
+    def seconds_won(self) -> float:
+        """By which layers are predicted to make a step faster than exact ones do."""
+        layers = sum(d.seconds_won for d in self.decisions)
+        return layers + sum(f.seconds_won for f in self.forwards if f.int8)
 
     @property
     def choice(self) -> tuple[tuple[object, ...], ...]:
@@ -396,10 +404,11 @@ def _decision(
         one_read=gx_bits == 8 and config.per_channel and _reads_once(site, spec, rank, rates),
         packed=packs and strategy is not Strategy.EXACT and strategy not in BASELINES,
     )
-    gain, before, after = _numbers(site, unpriced, rates, config)
+    (exact, ours), before, after = _numbers(site, unpriced, rates, config)
     return dataclasses.replace(
         unpriced,
-        predicted_gain=round(gain, 3),
+        predicted_gain=round(exact / ours if ours else 1.0, 3),
+        seconds_won=exact - ours,
         bytes_before=before if gw else 0,
         bytes_after=after if gw else 0,
     )
@@ -407,16 +416,19 @@ def _decision(
 
 def _numbers(
     site: Site, d: Decision, rates: Rates | None, config: HotConfig
-) -> tuple[float, int, int]:
-    """(predicted gain, bytes of x as exact saves it, as the strategy would); gain 1 unpriced."""
+) -> tuple[tuple[float, float], int, int]:
+    """(predicted seconds of exact and of it, bytes of x as exact saves it, as the strategy would);
+    no seconds unpriced."""
     shape = shape_of(site, config.rank)
     priced = None if d.strategy is Strategy.EXACT else rates
     if site.conv is not None:
         return conv_numbers(site, d.strategy, priced, shape, config.rows)
     how = d.how(site.nodes if isinstance(site.nodes, SiteNodes) else None)
-    gain = 1.0 if priced is None else predicted_gain(d.strategy, how, priced, d.dtype, shape)
+    times = (0.0, 0.0)
+    if priced is not None:
+        times = predicted_times(d.strategy, how, priced, d.dtype, shape)
     before, after = (int(at(kept_bytes(s, how), shape)) for s in (Strategy.EXACT, d.strategy))
-    return gain, before, after
+    return times, before, after
 
 
 def _would_pay(site: Site, d: Decision, rates: Rates, config: HotConfig) -> str:

@@ -9,7 +9,6 @@ from hot_compile.passes.cost.conv import (
     ConvShape,
     at,
     batch_that_pays,
-    conv_gain,
     conv_saved_bytes,
     conv_times,
     shape_of,
@@ -27,16 +26,20 @@ def conv_excluded(site: Site) -> str | None:
 
 def conv_numbers(
     site: Site, strategy: Strategy, rates: Rates | None, linear: Shape, rows: Rows
-) -> tuple[float, int, int]:
-    """(predicted gain, bytes of x as exact saves it, as ``strategy`` does); gain 1 unpriced."""
+) -> tuple[tuple[float, float], int, int]:
+    """(predicted seconds of exact and of it, bytes of x as exact saves it, as ``strategy`` does);
+    no seconds unpriced."""
     assert site.conv is not None
     im2col, shape = _unfolded(site.conv, strategy, rows), _shape(site.conv, linear)
-    gain = 1.0 if rates is None else conv_gain(_times(site, strategy, rates, im2col), shape)
+    times = (0.0, 0.0)
+    if rates is not None:
+        exact, ours = (at(time, shape) for time in _times(site, strategy, rates, im2col))
+        times = exact, ours
     before, after = (
         int(at(conv_saved_bytes(s, site.conv, im2col and s is strategy), shape))
         for s in (Strategy.EXACT, strategy)
     )
-    return gain, before, after
+    return times, before, after
 
 
 def conv_would_pay(

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from torch import fx
+
 from hot_compile.config import HotConfig, Memory
+from hot_compile.passes.cost.storing import StoragePrice
 from hot_compile.passes.graph import IMAGE_DIMS
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.crossers import Crosser, base
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.schemes import Scheme
 
 
-def plan_storage(found: Sequence[Crosser], config: HotConfig) -> dict[Crosser, Scheme]:
+def plan_storage(
+    found: Sequence[Crosser],
+    config: HotConfig,
+    price: StoragePrice | None = None,
+    won: float = 0.0,
+) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
     Without a budget: as small as it tolerates and ``config.memory_bits`` allows, but what norms
     read, and images, no smaller than the 8 bits that cost no pass of their own. With one: in order
     of error per byte saved, until the budget holds. That order does not depend on the budget, so a
     smaller budget never holds more.
+
+    Args:
+        found: what crosses.
+        config: the user's options.
+        price: seconds that storing takes; wanted by ``memory="free"``.
+        won: seconds that layers win, for ``memory="free"`` to spend.
     """
     if config.memory is Memory.OFF:
         return {}
     ladders = {c: _ladder(c, config) for c in found}
+    if config.memory is Memory.FREE:
+        paid = _paid_for(ladders, price, won)
+        return {c: _with_mask(c, scheme) for c, scheme in paid.items()}
     if config.memory_budget is None:
         storable = ((c, ladder) for c, ladder in ladders.items() if len(ladder) > 1)
         return {c: _with_mask(c, _without_budget(c, ladder)) for c, ladder in storable}
@@ -53,6 +71,67 @@ def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
 def _without_budget(crosser: Crosser, ladder: tuple[Scheme, ...]) -> Scheme:
     image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS
     return ladder[1] if crosser.norm or image else ladder[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Offer:
+    """Tensors that lie in one storage, each as a scheme: stored together or not at all."""
+
+    schemes: tuple[tuple[Crosser, Scheme], ...]
+    seconds: float
+    saved: int
+
+    @property
+    def cost(self) -> float:
+        """Seconds to be paid for; none where it wins time."""
+        return max(0.0, self.seconds)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Best first: by seconds per byte, and of those that cost nothing the largest."""
+        return self.cost / max(1, self.saved), -self.saved
+
+
+def _paid_for(
+    ladders: dict[Crosser, tuple[Scheme, ...]], price: StoragePrice | None, won: float
+) -> dict[Crosser, Scheme]:
+    """What saves most bytes per second for as long as ``won`` pays for it.
+
+    What storing one tensor is predicted to win is not spent on another.
+    """
+    taken: dict[Crosser, _Offer] = {}
+    spent = 0.0
+    for offer in sorted(_offers(ladders, price), key=lambda offer: offer.rank):
+        first, _ = offer.schemes[0]
+        finer = taken.get(first, _Offer((), 0.0, 0))
+        more = offer.cost - finer.cost
+        if offer.saved > finer.saved and (more <= 0 or spent + more <= won):
+            taken[first] = offer
+            spent += more
+    return dict(pair for offer in taken.values() for pair in offer.schemes)
+
+
+def _offers(
+    ladders: dict[Crosser, tuple[Scheme, ...]], price: StoragePrice | None
+) -> Iterator[_Offer]:
+    """All that may be stored at a known price. A tensor alone in its storage: as every scheme."""
+    storages: dict[fx.Node, list[Crosser]] = {}
+    for crosser, ladder in ladders.items():
+        if len(ladder) > 1:
+            storages.setdefault(base(crosser.saved), []).append(crosser)
+    for together in storages.values():
+        ways = [[(c, _without_budget(c, ladders[c])) for c in together]]
+        if len(together) == 1:
+            (crosser,) = together
+            last = ladders[crosser].index(ways[0][0][1])
+            ways = [[(crosser, scheme)] for scheme in ladders[crosser][1 : last + 1]]
+        for way in ways:
+            prices = [price(c, _with_mask(c, scheme)) for c, scheme in way] if price else [None]
+            known = [seconds for seconds in prices if seconds is not None]
+            if len(known) == len(way):
+                saved = (packed_bytes(in_memory(c.saved), scheme) for c, scheme in way)
+                whole = (bytes_of(c.saved.meta["val"]) for c, _ in way)
+                yield _Offer(tuple(way), sum(known), sum(whole) - sum(saved))
 
 
 def _with_mask(crosser: Crosser, scheme: Scheme) -> Scheme:

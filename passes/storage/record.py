@@ -35,16 +35,22 @@ class Crossing:
     """A part of what one of our operators made of a layer's x."""
     parts: tuple[str, ...] = ()
     """Names of the forward's nodes that are kept in its place, its own if it is kept as it is."""
+    seconds: float | None = 0.0
+    """Predicted time of storing it so, less what leaving it as it is takes (negative: it wins
+    time); None where the device has no rates."""
 
 
 def crossing(
-    found: Sequence[Crosser], stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]]
+    found: Sequence[Crosser],
+    stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]],
+    seconds: Mapping[Crosser, float | None],
 ) -> tuple[Crossing, ...]:
     """The record of ``found``, largest first.
 
     Args:
         found: what the forward keeps.
         stored: scheme and nodes of those that are stored otherwise than as they are.
+        seconds: what that costs, as predicted before it was done.
     """
     kept = []
     for crosser in found:
@@ -61,6 +67,7 @@ def crossing(
             reason=crosser.reason,
             packed=is_packed(crosser.saved),
             parts=tuple(node.name for node in nodes),
+            seconds=seconds.get(crosser, 0.0) if crosser in stored else 0.0,
         )
         kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))

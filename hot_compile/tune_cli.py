@@ -1,0 +1,28 @@
+"""``hot-compile tune``: what this machine's devices sustain, measured, beside the table's rates."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1; by default every device found")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="only show what was measured")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="forget what was measured")] = False,
+) -> None:
+    """Measure in seconds what this machine's devices sustain, for the planner; show and keep it.
+
+    A GPU that was never measured is measured before its first compile; a CPU only by this command:
+    run it while nothing else does. Graphs are planned anew by what was found.
+    """
+    from . import tune_output  # with the cost model, which other commands need not wait for
+
+    if show and reset:
+        raise typer.BadParameter("got both --show and --reset; expected one of them, or neither.")
+    action = tune_output.show if show else tune_output.reset if reset else tune_output.measure
+    for one in tune_output.devices(device):
+        action(one)

@@ -1,0 +1,116 @@
+"""What storing a crossing tensor costs a step, in seconds more than leaving it as it is.
+
+Where a kernel of Inductor's makes or reads the tensor, packing or restoring is part of it: what is
+packed is written besides, and what is restored is read in fewer bytes, which its arithmetic uses
+up. Elsewhere either is a kernel of its own, which reads and writes both. That the forward need not
+write the whole tensor is not counted: it is mostly written for the forward's own readers as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, fx
+
+from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.graph import CASTS, VIEWS, aten, is_pointwise, strip
+from hot_compile.passes.site import bytes_of
+from hot_compile.passes.storage.channels_last import in_memory
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.layout import packed_bytes
+from hot_compile.passes.storage.norms import REDUCTIONS
+from hot_compile.passes.storage.schemes import Scheme, Unit
+
+StoragePrice = Callable[[Crosser, Scheme], float | None]
+"""Seconds that a scheme costs a step; None: the device has no rates."""
+
+_SAME = VIEWS | CASTS
+_FUSED = REDUCTIONS | {aten.clone.default, aten.cat.default, aten.embedding.default}
+_MASK_BITS = 8
+
+
+def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
+    """Predicted time of packing and restoring ``crosser``, less what exact storage takes."""
+    if scheme is Scheme.EXACT:
+        return 0.0
+    whole, held = _bytes(crosser, scheme)
+    alone = (whole + held) / rates.packing
+    alone += rates.start if rates.asynchronous else rates.launch
+    packed, restored = alone, alone
+    if _packed_by_another(crosser, scheme):
+        packed = held / rates.copy + _arithmetic(whole + held, rates)
+    if _restored_by_readers(crosser, scheme, rates):
+        restored = _read_less(whole, held, rates)
+    return packed + restored
+
+
+def rows_seconds(value: Tensor, rates: Rates) -> float:
+    """What storing ``value`` in 8 bits costs at least: between kernels that pack and restore it."""
+    whole = bytes_of(value)
+    held = whole // value.dtype.itemsize
+    packed = held / rates.copy + _arithmetic(whole + held, rates)
+    return packed + _read_less(whole, held, rates)
+
+
+def _arithmetic(moved: int, rates: Rates) -> float:
+    """What packing takes longer than moving as many bytes; on a GPU it does so while it waits."""
+    if rates.asynchronous:
+        return 0.0
+    return moved * max(0.0, 1 / rates.packing - 1 / rates.copy)
+
+
+def _read_less(whole: int, held: int, rates: Rates) -> float:
+    """A reader that restores on its way. It was never seen to get faster by it."""
+    return max(0.0, (held - whole) / rates.copy + _arithmetic(whole + held, rates))
+
+
+def _bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
+    """(whole, as ``scheme`` holds it)."""
+    value = in_memory(crosser.saved)
+    whole = bytes_of(value)
+    if set(crosser.restored.users) <= {mask.node for mask in crosser.masks}:
+        return whole, len(crosser.masks) * whole // value.dtype.itemsize // _MASK_BITS
+    return whole, packed_bytes(value, scheme)
+
+
+def _packed_by_another(crosser: Crosser, scheme: Scheme) -> bool:
+    """Inductor packs in a kernel that has the tensor at hand: its maker's, or another reader's.
+
+    That goes along rows. Groups are packed in pieces, another order of loops: a kernel of its own.
+    A channel's largest value is found where a batch norm's sums are.
+    """
+    unit = scheme.spec.unit
+    readers = list(_readers(crosser.saved))
+    if unit is Unit.CHANNEL:
+        return any(reader.target in REDUCTIONS for reader in readers)
+    if unit is Unit.GROUP:
+        return False
+    return _fuses(_maker(crosser.saved)) or any(map(_fuses, readers))
+
+
+def _restored_by_readers(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
+    """Every reader is a kernel of Inductor's. A CPU's puts a group's pieces together on its own."""
+    if scheme.spec.unit is Unit.GROUP and scheme.spec.bits != 8 and not rates.asynchronous:
+        return False
+    return all(map(_fuses, _readers(crosser.restored)))
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """What computes ``node``'s values."""
+    node = strip(node, _SAME)
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What computes with ``node``'s values in its graph."""
+    for user in node.users:
+        if user.target in _SAME:
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user
+
+
+def _fuses(node: fx.Node) -> bool:
+    """Inductor writes the kernel itself, so that more can go into it."""
+    return node.op == "call_function" and (is_pointwise(node) or node.target in _FUSED)
