@@ -28,6 +28,7 @@ from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.forward.rewrite import rewrite_forwards
+from hot_compile.passes.gather import gather
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import GraphInputs, match
@@ -203,6 +204,11 @@ class Partitioned:
         return self.forward.graph, self.backward.graph
 
     @property
+    def named(self) -> dict[str, fx.Graph]:
+        """The graphs by the names that reports have for them."""
+        return dict(zip(("forward", "backward"), self.graphs, strict=True))
+
+    @property
     def stores(self) -> bool:
         """Something may be stored compressed: the graph has layers, and the user wants it."""
         return self.plan is not None and self.context.config.memory is not Memory.OFF
@@ -244,6 +250,10 @@ def _materialise(cut: Partitioned) -> int:
     return materialise(cut.backward.graph) if cut.stores else 0
 
 
+def _gather(cut: Partitioned) -> int:
+    return sum(map(gather, cut.graphs))
+
+
 HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
@@ -278,6 +288,9 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("materialise", _materialise, changes=True),
 )
 """On the forward and the backward that min-cut made."""
+
+FINISHED: tuple[Step[Partitioned], ...] = (Step("gather", _gather, changes=True),)
+"""On what reports and dumps have seen: nothing that a layer computes changes any more."""
 
 
 Pass = TypeVar("Pass", bound="_Uncopied")
@@ -355,9 +368,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         """Split the joint graph, store what crosses by plan, and record what came of it."""
         cut = self._cut(gm, joint_inputs, kwargs)
         recorder = self._context.recorder
-        graphs = {"forward": cut.forward.graph, "backward": cut.backward.graph}
         try:
-            run("partitioned", PARTITIONED, cut, graphs)
+            run("partitioned", PARTITIONED, cut, cut.named)
             kept = crossing(cut.found, cut.stored)
             if cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
@@ -370,6 +382,9 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         for name, half in (("forward", cut.forward), ("backward", cut.backward)):
             half.recompile()
             recorder.graph(name, half)
+        run("finished", FINISHED, cut, cut.named)
+        cut.forward.recompile()
+        cut.backward.recompile()
         if self._joint.plan is not None:
             traced("hot_plan", self._joint.plan.to_json)
         traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
