@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import networkx
@@ -18,22 +18,32 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import describe
+from hot_compile.passes.graph import CASTS, VIEWS, closure, is_pointwise
+from hot_compile.passes.storage.norms import REDUCTIONS
+from hot_compile.passes.storage.readers import MOVES
 from hot_compile.runtime.ops import SCHEMAS
 from hot_compile.runtime.reference.calls import Call, Calls, Optional, Size, Value
 
+_IN_KERNELS = VIEWS | CASTS | MOVES | REDUCTIONS
 _OPERATORS = {getattr(torch.ops.hot, name).default for name in SCHEMAS if name != "layer_calls"}
 
 
 def gather(graph: fx.Graph) -> int:
     """Gather the calls of every layer in ``graph``, in place; how many layers' there were.
 
-    Nodes become one only where nothing outside them depends on one and feeds another.
+    Nodes become one only where nothing outside them depends on one and feeds another, and where
+    that keeps no two kernels apart that Inductor may make one.
     """
     gathered = 0
-    for calls in _layers(graph):
+    waiting = _layers(graph)
+    while waiting:
+        calls = waiting.pop()
         span = list(_between(min(calls), max(calls)))
         taken = _convex(span, set(calls))
-        if len(taken) > 1:
+        late = _late(taken)
+        if late:
+            waiting += [late, [call for call in taken if call not in late]]
+        elif len(taken) > 1:
             _hoist(span, taken)
             _replace(graph, taken)
             gathered += 1
@@ -93,6 +103,66 @@ def _convex(span: Sequence[fx.Node], calls: set[fx.Node]) -> list[fx.Node]:
         elif node not in inside and not (inside.isdisjoint(given) and behind.isdisjoint(given)):
             behind.add(node)
     return list(taken)
+
+
+def _late(taken: Sequence[fx.Node]) -> list[fx.Node]:
+    """Of ``taken``, those to be called after the others' results went into a kernel; often none.
+
+    What x is restored from is often read with g_x as well: GELU's input, for x and for GELU's
+    slope. One kernel reads it once and makes both, if g_x is there before x is asked for.
+    """
+    inside = {node for call in taken for node in (call, *_values(call))}
+    operands = dict.fromkeys(n for call in taken for n in call.all_input_nodes if n not in inside)
+    for operand in operands:
+        made_of = _kernel_sources(operand)
+        if not made_of:
+            continue
+        behind = closure([operand], within=inside)
+        results = inside - behind
+        late = [call for call in taken if call in behind]
+        if len(late) < len(taken) and not made_of.isdisjoint(_read_with(results, inside)):
+            return late
+    return []
+
+
+def _kernel_sources(operand: fx.Node) -> set[fx.Node]:
+    """What the kernel that makes ``operand`` reads or makes; nothing if no such kernel makes it.
+
+    Vectors aside: to read one again costs nothing.
+    """
+    found = _through_kernels([operand], lambda node: node.all_input_nodes)
+    if all(node.target in VIEWS for node in found if _in_kernels(node)):
+        return set()
+    return {node for node in found if len(getattr(node.meta["val"], "shape", ())) > 1}
+
+
+def _read_with(results: Iterable[fx.Node], inside: Set[fx.Node]) -> set[fx.Node]:
+    """What kernels read or make that read ``results``, or what is made of them in kernels."""
+    users = [user for node in results for user in node.users if user not in inside]
+    after = {node for node in _through_kernels(users, lambda n: n.users) if _in_kernels(node)}
+    return _through_kernels(after, lambda node: node.all_input_nodes)
+
+
+def _through_kernels(
+    seeds: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """``seeds``, and where ``step`` leads from those that Inductor computes in kernels of its own.
+
+    What it does not is where a path ends.
+    """
+    found: set[fx.Node] = set()
+    stack = list(seeds)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += step(node) if _in_kernels(node) else ()
+    return found
+
+
+def _in_kernels(node: fx.Node) -> bool:
+    """Inductor writes the kernel that computes ``node``, or none is needed."""
+    return node.target in _IN_KERNELS or is_pointwise(node)
 
 
 def _hoist(span: Sequence[fx.Node], taken: Sequence[fx.Node]) -> None:
