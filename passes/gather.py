@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import networkx
 import torch
@@ -52,7 +52,10 @@ def gather(graph: fx.Graph) -> int:
 
 
 def _layers(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Calls of ours by layer (autograd's number of its forward), those together that feed others."""
+    """Calls of ours by layer, those together that feed each other.
+
+    A layer is told by autograd's number of its forward.
+    """
     layers: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in _OPERATORS and "seq_nr" in node.meta and _sizes_are_whole(node):
@@ -61,7 +64,7 @@ def _layers(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _sizes_are_whole(call: fx.Node) -> bool:
-    """A list of calls has a form for what ``call`` is given: tensors, and sizes as whole numbers."""
+    """A list of calls has a form for what ``call`` is given: tensors, and whole numbers."""
     given = (node.meta["val"] for node in call.all_input_nodes)
     return all(isinstance(value, (torch.Tensor, torch.SymInt, int)) for value in given)
 
@@ -229,6 +232,6 @@ def _arguments(call: fx.Node, names: Mapping[fx.Node, Value | Size]) -> Iterator
             given = call.args[place]
         else:
             given = call.kwargs.get(argument.name, argument.default_value)
-        given = fx.map_arg(given, names.__getitem__)
+        given = fx.map_arg(given, lambda node: cast(fx.node.Argument, names[node]))
         optional = isinstance(argument.type, torch.OptionalType) and given is not None
         yield Optional(given) if optional else given

@@ -6,7 +6,7 @@ The list is text, so that a graph, a dump and a profile show it and a compile ca
 
 ``%n`` is a tensor: the operands come first, in order; then what calls make (``_``: nothing reads
 it). ``$n`` is one of the sizes. The rest are constants: ``8``, ``0.5``, ``True``, ``None``,
-``bfloat16``, a list of sizes ``[2, $0]``. ``?`` stands before what an operator takes as an optional:
+``bfloat16``, a list ``[2, $0]``. ``?`` stands before what is given for an optional argument:
 native code does not see the operator's schema.
 """
 
@@ -34,7 +34,7 @@ DTYPES = {
 
 _CALL = re.compile(r"((?:(?:%\d+|_) )+)= (\w+::\w+)(?:\.(\w+))?\((.*)\)")
 _RETURN = re.compile(r"return((?: %\d+)+)")
-_ARGUMENT = re.compile(r"\[[^\]]*\]|[^,\s]+")
+_ARGUMENT = re.compile(r"\??\[[^\]]*\]|[^,\s]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +161,19 @@ def layer_calls(operands: Sequence[Tensor], sizes: Sequence[int], calls: str) ->
     values: dict[int, Tensor] = dict(enumerate(operands))
     last = _last_readers(listed)
     for place, call in enumerate(listed.calls):
-        made = _overload(call.operator)(*(_given(a, values, sizes, call) for a in call.arguments))
-        results = made if isinstance(made, (tuple, list)) else (made,)
-        if len(results) != len(call.results):
-            raise ValueError(f"got {call}; expected {len(results)} results of {call.operator}")
-        values |= {n: r for n, r in zip(call.results, results, strict=True) if n is not None}
+        values |= _made(call, values, sizes)
         for number in [number for number in values if last.get(number, -1) <= place]:
             del values[number]
     return [_given(Value(number), values, sizes, "return") for number in listed.returned]
+
+
+def _made(call: Call, values: dict[int, Tensor], sizes: Sequence[int]) -> dict[int, Tensor]:
+    """What one call makes that is read, by number."""
+    made = _overload(call.operator)(*(_given(a, values, sizes, call) for a in call.arguments))
+    results = made if isinstance(made, (tuple, list)) else (made,)
+    if len(results) != len(call.results):
+        raise ValueError(f"got {call}; expected {len(results)} results of {call.operator}")
+    return {n: r for n, r in zip(call.results, results, strict=True) if n is not None}
 
 
 def _last_readers(listed: Calls) -> dict[int, int]:

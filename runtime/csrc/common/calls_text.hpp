@@ -163,11 +163,13 @@ struct Calls {
 
   explicit Calls(std::string given) : text(std::move(given)) {
     Reader reader(text);
+    HOT_CALLS_CHECK(!text.empty(), reader.complaint("return %n"));
     while (!reader.skip("return")) calls.push_back(call_of(reader, text));
     while (!reader.at_end()) {
       reader.expect(" %");
       returned.push_back(reader.number());
     }
+    HOT_CALLS_CHECK(!returned.empty(), reader.complaint(" %n"));
     check_order();
     mark_last_readers();
   }
