@@ -96,7 +96,7 @@ def assert_same(got, want):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("how", every_how(), ids=lambda how: "")
+@pytest.mark.parametrize("how", list(every_how()), ids=lambda how: "")
 @pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - BASELINES), ids=str)
 def test_every_strategy_is_one_call_with_the_same_results(device, strategy, how):
     spec = STRATEGIES[strategy]
