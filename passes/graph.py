@@ -61,15 +61,15 @@ def is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def closure(seeds: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that depend on any of ``seeds``, themselves included."""
+def closure(seeds: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes that depend on any of ``seeds``, themselves included; by paths ``within``."""
     reached: set[fx.Node] = set()
     stack = list(seeds)
     while stack:
         node = stack.pop()
         if node not in reached:
             reached.add(node)
-            stack.extend(node.users)
+            stack.extend(user for user in node.users if within is None or user in within)
     return reached
 
 

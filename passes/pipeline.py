@@ -31,6 +31,7 @@ from hot_compile.passes.exact.casts import cast_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.forward.rewrite import rewrite_forwards
+from hot_compile.passes.gather import gather
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import GraphInputs, match
@@ -226,6 +227,11 @@ class Partitioned:
         return self.forward.graph, self.backward.graph
 
     @property
+    def named(self) -> dict[str, fx.Graph]:
+        """The graphs by the names that reports have for them."""
+        return dict(zip(("forward", "backward"), self.graphs, strict=True))
+
+    @property
     def stores(self) -> bool:
         """Something may be stored compressed: the graph has layers, and the user wants it."""
         return self.plan is not None and self.context.config.memory is not Memory.OFF
@@ -300,6 +306,10 @@ def _casts(cut: Partitioned) -> int:
     return sum(map(cast_together, cut.graphs))
 
 
+def _gather(cut: Partitioned) -> int:
+    return sum(map(gather, cut.graphs))
+
+
 HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
@@ -336,6 +346,9 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("casts", _casts, changes=True),
 )
 """On the forward and the backward that min-cut made."""
+
+FINISHED: tuple[Step[Partitioned], ...] = (Step("gather", _gather, changes=True),)
+"""On what reports and dumps have seen: nothing that a layer computes changes any more."""
 
 
 Pass = TypeVar("Pass", bound="_Uncopied")
@@ -412,27 +425,33 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph, store what crosses by plan, and record what came of it."""
         cut = self._cut(gm, joint_inputs, kwargs)
-        recorder = self._context.recorder
-        graphs = {"forward": cut.forward.graph, "backward": cut.backward.graph}
         try:
-            run("partitioned", PARTITIONED, cut, graphs)
+            run("partitioned", PARTITIONED, cut, cut.named)
             kept = crossing(cut.found, cut.stored, cut.seconds)
             if cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
+            self._record(cut)
+            run("finished", FINISHED, cut, cut.named)
         except OptionWarning:  # the user's filter makes errors of warnings
             raise
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
             cut = self._cut(gm, joint_inputs, kwargs)  # the graphs half changed
             kept = ()
-        for name, half in (("forward", cut.forward), ("backward", cut.backward)):
-            half.recompile()
-            recorder.graph(name, half)
+            self._record(cut)
+        cut.forward.recompile()
+        cut.backward.recompile()
         if self._joint.plan is not None:
             traced("hot_plan", self._joint.plan.to_json)
         traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
-        recorder.finished(self._joint.plan, kept)
+        self._context.recorder.finished(self._joint.plan, kept)
         return cut.forward, cut.backward
+
+    def _record(self, cut: Partitioned) -> None:
+        """Show the graphs while every operator of a layer is still a node of its own."""
+        for name, half in (("forward", cut.forward), ("backward", cut.backward)):
+            half.recompile()
+            self._context.recorder.graph(name, half)
 
     def _cut(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]

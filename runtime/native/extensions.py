@@ -78,6 +78,7 @@ _CPU_SOURCES = tuple(
         *("quantize/pack_int4.cpp", "storage/int4.cpp", "isa/kernels.cpp"),
         *("gemm/scaled_int_mm.cpp", "gemm/int_product.cpp"),
         *("conv/frames.cpp", "conv/grad_weight.cpp", "conv/grad_input.cpp"),
+        "calls/ops.cpp",
     )
 )
 
@@ -102,7 +103,7 @@ def cpu_extension() -> Extension:
     return Extension(
         name="hot_cpu",
         sources=_CPU_SOURCES + (_X86_VARIANTS if x86 else _PORTABLE_VARIANTS),
-        inputs=("cpu",),
+        inputs=("common", "cpu"),
         flags=_CPU_FLAGS + (("-DHOT_X86",) if x86 else ()),
         link_flags=("-ltorch_cpu", "-lc10"),
     )
