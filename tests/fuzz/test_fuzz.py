@@ -29,6 +29,9 @@ KNOWN = {
     669: "the same",
     695: SLIGHTLY,
     703: SLIGHTLY,
+    923: COMMON,
+    926: SLIGHTLY,
+    937: COMMON,
 }
 """Seeds that are over their bound, and by what (docs/limits.md)."""
 
