@@ -66,7 +66,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def _saved_tensors(output: Any) -> Iterator[Tensor]:
     leaves = pytree.tree_leaves(output)
     for node in _autograd_nodes(t.grad_fn for t in leaves if isinstance(t, Tensor)):
-        yield from _saved_by(node)
+        yield from saved_by(node)
 
 
 def _autograd_nodes(roots: Iterable[Any]) -> Iterator[Any]:
@@ -80,7 +80,7 @@ def _autograd_nodes(roots: Iterable[Any]) -> Iterator[Any]:
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
-def _saved_by(node: Any) -> list[Tensor]:
+def saved_by(node: Any) -> list[Tensor]:
     """Tensors saved by one autograd node, whether written in C++ or in Python."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         # AOTAutograd's CompiledFunction is one of these. Tensors that the compiler knows nobody

@@ -37,7 +37,7 @@ from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import GraphInputs, match
 from hot_compile.passes.layers.plan import Plan, Prices, plan
 from hot_compile.passes.layers.rewrite import rewrite
-from hot_compile.passes.measure.observe import Observation, observe
+from hot_compile.passes.measure.observe import Observation, observe, observe_gradients
 from hot_compile.passes.measure.profile import Profile
 from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step, run, traced
@@ -203,6 +203,7 @@ def _copies(joint: Joint) -> int:
 def _observe(joint: Joint) -> int:
     assert joint.context.observation is not None
     observe(joint.graph, joint.sites, joint.context.observation, joint.plan)
+    observe_gradients(joint.graph, joint.context.inputs.parameters, joint.context.observation)
     return len(joint.sites)
 
 

@@ -29,7 +29,13 @@ from hot_compile.errors import OptionError
 from hot_compile.observing.auto import forget
 from hot_compile.passes.layers.plan import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
-from hot_compile.passes.measure.linear import compare, quantised_grad_input, quantised_grad_weight
+from hot_compile.passes.measure.linear import (
+    compare,
+    compare_product,
+    exact_grad_weight,
+    quantised_grad_input,
+    quantised_grad_weight,
+)
 from hot_compile.passes.measure.observe import Layer, Observer
 
 log = logging.getLogger("hot_compile")
@@ -237,10 +243,11 @@ class Gauge(Observer):
                 return
             if weight is not None:
                 got = quantised_grad_input(g, weight, d.gx_bits, d.per_channel, d.per_token)
-                self._keep(layer.name, "g_x", got, g.float() @ weight.float())
+                self._keep(layer.name, "g_x", compare_product(got, g, weight))
+                del got
             if x is not None and d.strategy is not Strategy.GX_ONLY:
                 got = quantised_grad_weight(g, x, d.strategy, d.rank, d.tokens, d.per_channel)
-                self._keep(layer.name, "g_w", got, g.float().t() @ x.float())
+                self._keep(layer.name, "g_w", compare(got, exact_grad_weight(g, x)))
 
     def _convolution(
         self, layer: Layer, d: Decision, g: Tensor, weight: Tensor | None, x: Tensor | None
@@ -252,10 +259,10 @@ class Gauge(Observer):
         want = exact_conv_gradients(layer.site, g, weight, x)
         for side, mine, theirs in zip(("g_x", "g_w"), got, want, strict=True):
             if mine is not None and theirs is not None:
-                self._keep(layer.name, side, mine, theirs)
+                self._keep(layer.name, side, compare(mine, theirs))
 
-    def _keep(self, name: str, side: str, got: Tensor, want: Tensor) -> None:
-        self._pending.append((name, side, torch.stack(compare(got, want))))
+    def _keep(self, name: str, side: str, figures: tuple[Tensor, Tensor]) -> None:
+        self._pending.append((name, side, torch.stack(figures)))
 
     def gradient(self, name: str, figures: Tensor) -> None:
         """Keep one parameter's whole error, under its layer if it is a layer's weight."""

@@ -1,11 +1,13 @@
 """A compiled graph whose gradients are compared with exact ones, without touching the training.
 
-A watched step is a usual one. Once its backward is through (and what it stored is freed), an exact
-twin of the graph runs forward and backward on the same inputs, tangents and random state; its
-backward shows every layer's operands to an observer, which is also told how far the usual
-gradients, with all that was rewritten and stored compressed, are from the twin's. The twin is
+A watched step is a usual one. Beside its backward, an exact twin of the graph runs forward and
+backward on the same inputs, tangents and random state; its backward shows every layer's operands to
+an observer, which is also told how far the usual gradients, with all that was rewritten and stored
+compressed, are from the twin's. The twin runs before the usual backward where what that has stored
+is less than the gradients it makes, else after it, when what it stored is freed: so both together
+take no more memory than an exact step. Of the twin's gradients only sketches are kept. It is
 compiled like any other graph, when it is first wanted. Whatever fails in it ends the watching of
-this graph with one warning; the step has its gradients by then.
+this graph with one warning; the step gets its gradients all the same.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from hot_compile.memory import saved_by, storage_bytes
 from hot_compile.passes.measure.linear import compare
 from hot_compile.passes.measure.observe import Observation, Observer
+from hot_compile.passes.measure.sketch import sketch
 
 _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""
@@ -117,24 +121,28 @@ class Watch:
         look = _Look(code, args)
         outputs = self.usual(*args)
         try:
-            look.attach(outputs, self._names, self._compare)
+            look.attach(outputs, self._names, self._rerun, self._compare)
         except Exception as error:
             self._observer.failed("a step could not be watched", error)
         return outputs
 
-    def _compare(self, look: _Look, usual: dict[str, Tensor]) -> None:
-        """Run the twin and tell the observer; called at the end of a usual backward."""
+    def _rerun(self, look: _Look) -> None:
+        """Run the twin; called before or after a usual backward."""
         try:
-            if look.stale:
-                return
-            deviation, exact = look.rerun(usual)
+            look.rerun()
         except Exception as error:
             self._observer.failed("the exact twin of a step could not be run", error)
+
+    def _compare(self, look: _Look, usual: Mapping[str, Tensor]) -> None:
+        """Tell the observer how far gradients are from the twin's; called after both backwards."""
+        if look.deviation is None:
             return
-        self._deviations.append(deviation)
-        for name, want in exact.items():
-            figures = torch.stack(compare(usual[name].float(), want.float()))
-            self._observer.gradient(name, torch.where(deviation < _SAME, figures, torch.nan))
+        self._deviations.append(look.deviation)
+        for name, want in look.exact.items():
+            if name in usual:
+                figures = torch.stack(compare(sketch(usual[name]), want))
+                told = torch.where(look.deviation < _SAME, figures, torch.nan)
+                self._observer.gradient(name, told)
 
     def _check_deviations(self) -> None:
         pending, self._deviations = self._deviations, []
@@ -152,16 +160,20 @@ class _Look:
         self._code = code
         self._args = [_copied(a) if i in code.mutated else a for i, a in enumerate(args)]
         self._tangents: dict[int, Tensor] = {}
-        self._places: dict[str, int] = {}
+        self.deviation: Tensor | None = None
+        """How far the twin's outputs are from the step's; None if the twin did not run."""
+        self.exact: dict[str, Tensor] = {}
+        """Sketches of the twin's gradients, by parameter."""
         self._random = _Random(args)
 
     def attach(
         self,
         outputs: Sequence[Any],
         names: Sequence[str | None],
-        then: Callable[[_Look, dict[str, Tensor]], None],
+        rerun: Callable[[_Look], None],
+        compare: Callable[[_Look, Mapping[str, Tensor]], None],
     ) -> None:
-        """After the forward: ``then(self, usual gradients)`` follows the first backward."""
+        """After the forward: both follow at the first backward, ``compare`` with its gradients."""
         self._versions = _versions(self._args)
         self._sample = _sampled(outputs)
         node = _compiled_node(outputs, self._args)
@@ -175,20 +187,32 @@ class _Look:
         owners = [leaves.get(id(getattr(n, "variable", None))) for n, _ in node.next_functions]
         named = dict(enumerate(names))
         known = [None if place is None else named.get(place) for place in owners]
-        self._places = {
-            name: place
-            for name, place in zip(known, owners, strict=True)
-            if name is not None and place is not None
-        }
+        early = self._stores_less(node)
+
+        @torch.compiler.disable
+        def begins(_: Any) -> None:
+            before.remove()
+            if early:
+                rerun(self)
 
         @torch.compiler.disable
         def finished(gradients: Sequence[Tensor | None], _: Any) -> None:
-            handle.remove()
+            after.remove()
+            if not early:
+                rerun(self)
             pairs = zip(known, gradients, strict=True)
-            then(self, {name: g for name, g in pairs if name is not None and g is not None})
-            self._args = []
+            compare(self, {name: g for name, g in pairs if name is not None and g is not None})
+            self._args, self._tangents, self.exact = [], {}, {}
 
-        handle = node.register_hook(finished)
+        before, after = node.register_prehook(begins), node.register_hook(finished)
+
+    def _stores_less(self, node: Node) -> bool:
+        """What the step holds for its backward is less than the gradients that this makes."""
+        given = {_storage(a) for a in self._args if isinstance(a, Tensor)}
+        saved = {_storage(t): t for t in saved_by(node)}
+        held = [t for key, t in saved.items() if key not in given]
+        made = sum(a.nbytes for a in self._args if _differentiable(a))
+        return storage_bytes(held) < made
 
     @property
     def stale(self) -> bool:
@@ -197,22 +221,22 @@ class _Look:
         gone = any(t.untyped_storage().nbytes() == 0 and t.numel() for t in tensors)
         return gone or _versions(self._args) != self._versions
 
-    def rerun(self, names: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(how far the twin's outputs are from the step's, exact gradients of these parameters)."""
+    def rerun(self) -> None:
+        """Find ``deviation`` and ``exact``, unless the inputs are not what they were."""
+        if self.stale:
+            return
         inputs = [_fresh(a) if isinstance(a, Tensor) else a for a in self._args]
         given = [a.clone() if i in self._code.mutated else a for i, a in enumerate(inputs)]
+        self._code.observation.taken()
         with self._random.again():
             with torch.enable_grad():
                 outputs = self._code.run(*given)
             deviation = _deviation(_sampled(outputs), self._sample)
-            wanted = {name: inputs[self._places[name]] for name in names}
             ends = [outputs[place] for place in self._tangents]
             del outputs, given
-            leaves = [*wanted.values()] or [a for a in inputs if _differentiable(a)][:1]
-            tangents = list(self._tangents.values())
-            gradients = torch.autograd.grad(ends, leaves, tangents, allow_unused=True)
-        pairs = zip(wanted, gradients, strict=False)
-        return deviation, {name: g for name, g in pairs if g is not None}
+            leaves = [a for a in inputs if _differentiable(a)]
+            torch.autograd.grad(ends, leaves, list(self._tangents.values()), allow_unused=True)
+        self.deviation, self.exact = deviation, self._code.observation.taken()
 
 
 class _Random:

@@ -15,8 +15,10 @@ from hot_compile.passes.layers.baselines import low_pass
 from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.passes.measure.profile import PLAIN, ROTATED, gw_variant, gx_variant
 from hot_compile.runtime.reference.arithmetic import quantize, scale_of
-from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
+from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN, HADAMARD_ORDER
 
+_BLOCK, _BLOCKS = 2**18, 16
+"""Rows are gone through in blocks of so many values, or in so many blocks if these are larger."""
 _VARIES = 1e-3
 """Rows that differ by less of their norm are taken as one and the same."""
 
@@ -52,15 +54,52 @@ def quantised_grad_weight(
 def compare(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     """(relative error, cosine) of ``got`` against ``want``, both fp32."""
     norm = want.norm()
-    return (got - want).norm() / norm, (got * want).sum() / (got.norm() * norm)
+    return _figures(torch.dist(got, want) / norm, got.norm() / norm)
+
+
+def compare_product(got: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """``compare(got, a @ b)`` in fp32, by blocks of rows: the product is never there as a whole."""
+    return _compare_blocks(got, a, b.float(), torch.zeros((), device=got.device))
+
+
+def _compare_blocks(got: Tensor, a: Tensor, b: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of what is left when each row has lost ``common``."""
+    errors, wants, gots = [], [], []
+    for ours, rows in zip(_blocks(got), _blocks(a, like=got), strict=True):
+        want = rows.float() @ b
+        errors.append(torch.dist(ours, want))
+        wants.append(want.sub_(common).norm())
+        gots.append((ours - common).norm())
+    error, norm, length = (torch.stack(norms).norm() for norms in (errors, wants, gots))
+    return _figures(error / norm, length / norm)
+
+
+def _figures(error: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """(relative error, cosine) out of the error and the length, both relative to exact's."""
+    return error, (1 + length**2 - error**2) / (2 * length)
+
+
+def _blocks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Rows of ``t`` in at most 16 blocks of whole groups; as many rows each as of ``like``."""
+    like = t if like is None else like
+    least = -(-_BLOCK // max(1, like.shape[1]))
+    rows = max(least, -(-like.shape[0] // _BLOCKS))
+    return t.split(-(-rows // HADAMARD_ORDER) * HADAMARD_ORDER)
+
+
+def exact_grad_weight(g: Tensor, x: Tensor) -> Tensor:
+    """g_w = g_y^T x [O, I] in fp32, without fp32 copies of both as a whole."""
+    want = torch.zeros(g.shape[1], x.shape[1], device=g.device)
+    for rows, of_x in zip(_blocks(g), _blocks(x, like=g), strict=True):
+        want.addmm_(rows.float().t(), of_x.float())
+    return want
 
 
 def grad_input_measures(g: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """{variant: (error, cosine)} of g_x for every width and granule."""
-    want = g.float() @ weight.float()
     return {
-        gx_variant(bits, per_channel): compare(
-            quantised_grad_input(g, weight, bits, per_channel), want
+        gx_variant(bits, per_channel): compare_product(
+            quantised_grad_input(g, weight, bits, per_channel), g, weight
         )
         for bits in (4, 8)
         for per_channel in (True, False)
@@ -74,7 +113,7 @@ def grad_weight_measures(
 
     ``tokens``: rows of one sample, or None where rows cannot be grouped across the batch.
     """
-    want = g.float().t() @ x.float()
+    want = exact_grad_weight(g, x)
     found = {}
     for strategy, spec in STRATEGIES.items():
         if not spec.quantises_x:
@@ -86,6 +125,7 @@ def grad_weight_measures(
             for per_channel in (True, False):
                 got = quantised_grad_weight(g, x, strategy, rank, length, per_channel)
                 found[gw_variant(strategy, rows, per_channel)] = compare(got, want)
+                del got  # before the next is made
     return found
 
 
@@ -95,15 +135,17 @@ def forward_measures(x: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tenso
     What all rows have in common, as an outlying channel with an offset gives, would hide an error
     in what tells them apart. Where nothing does, of y itself.
     """
-    want = x.float() @ weight.float().t()
-    common = want.mean(0)
-    varies = (want - common).norm() > _VARIES * want.norm()
-    common = torch.where(varies, common, 0.0)
+    transposed = weight.float().t()
+    common = torch.stack([rows.float().sum(0) for rows in _blocks(x)]).sum(0) / len(x) @ transposed
+    varies = [(rows.float() @ transposed).sub_(common).norm() for rows in _blocks(x)]
+    fixed = common.norm() * len(x) ** 0.5
+    common = torch.where(torch.stack(varies).norm() > _VARIES * fixed, common, 0.0)
     found = {}
     aligned = x.shape[1] % CONTRACT_ALIGN == 0  # else operands of the product want padding
     for variant in (ROTATED, PLAIN) if aligned else (ROTATED,):
         got = int8_product(x, weight, None, None, Form(variant == ROTATED), torch.float32)
-        found[variant] = compare(got - common, want - common)
+        found[variant] = _compare_blocks(got, x, transposed, common)
+        del got
     return found
 
 
@@ -113,28 +155,43 @@ def granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     The quantity of the paper's LQS (section 4.3): per token is worth a slower product only where
     it cuts this by more than half.
     """
-    values = low_pass(g.float(), rank)
-    rows = values.abs().amax(1)
-    errors = []
-    for absmax in (rows, rows.amax().expand_as(rows)):
-        scale, reciprocal = scale_of(absmax, 8)
-        q = quantize(values, reciprocal.unsqueeze(1), 8, True)
-        errors.append((q * scale.unsqueeze(1) - values).norm() / values.norm())
-    return errors[0], errors[1]
+    blocks = _blocks(g)
+    rows = [low_pass(block.float(), rank).abs_().amax(1) for block in blocks]
+    largest = torch.stack([block.amax() for block in rows]).amax()
+    norms: list[Tensor] = []
+    token: list[Tensor] = []
+    tensor: list[Tensor] = []
+    for block, absmax in zip(blocks, rows, strict=True):
+        values = low_pass(block.float(), rank)
+        norms.append(values.norm())
+        for errors, peaks in ((token, absmax), (tensor, largest.expand_as(absmax))):
+            scale, reciprocal = scale_of(peaks, 8)
+            q = quantize(values, reciprocal.unsqueeze(1), 8, True)
+            errors.append(torch.dist(q * scale.unsqueeze(1), values))
+    norm = torch.stack(norms).norm()
+    return torch.stack(token).norm() / norm, torch.stack(tensor).norm() / norm
 
 
 def tensor_stats(t: Tensor, rank: int) -> dict[str, Tensor]:
     """The fields of ``TensorStats`` for a matrix whose rows HLA would group consecutively."""
-    t = t.float()
-    size, rms = t.abs(), t.square().mean().sqrt()
-    rows, columns = size.amax(1), size.amax(0)
-    energy = t.square().sum()
+    norms, low, rows, columns = [], [], [], []
+    for block in _blocks(t):
+        block = block.float()
+        norms.append(block.norm())
+        low.append(low_pass(block, rank).norm())
+        size = block.abs()
+        rows.append(size.amax(1))
+        columns.append(size.amax(0))
+    norm, row = torch.stack(norms).norm(), torch.cat(rows)
+    column = torch.stack(columns).amax(0)
+    rms = norm / t.numel() ** 0.5
+    fourth = [(block.float() / rms).square_().square_().sum() for block in _blocks(t)]
     return {
-        "row_peak": rows.amax() / _positive_median(rows),
-        "column_peak": columns.amax() / _positive_median(columns),
-        "absmax": rows.amax() / rms,
-        "kurtosis": (t / rms).pow(4).mean(),
-        "hla_energy": low_pass(t, rank).square().sum() / energy,
+        "row_peak": row.amax() / _positive_median(row),
+        "column_peak": column.amax() / _positive_median(column),
+        "absmax": row.amax() / rms,
+        "kurtosis": torch.stack(fourth).sum() / t.numel(),
+        "hla_energy": (torch.stack(low).norm() / norm).square(),
     }
 
 

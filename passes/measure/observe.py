@@ -1,9 +1,10 @@
-"""Joint graph -> the same graph, exact, with every layer's operands shown to an observer.
+"""Joint graph -> the same graph, exact, with layers' operands and parameters' gradients shown.
 
 The backward products stay what they are. Before them goes one operator, ``hot::observe``, that
 looks at x, W and g_y, and that no compiler may remove because it says that it writes to something.
 So observed graphs are compiled like any other. The operator finds whom to tell by a number: graphs
-hold no Python objects.
+hold no Python objects. A parameter's gradient is not returned but looked at where it is made, by
+``hot::observe_gradient``: all of them at once would take as much memory as the step's own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor, fx
 
 import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds an operator to)
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import aten, is_tangent, placeholders, returned
 from hot_compile.passes.layers.plan import Decision, batch_problem
+from hot_compile.passes.measure.sketch import sketch
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes, hint
 
 log = logging.getLogger("hot_compile")
@@ -84,6 +86,8 @@ class Observation:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._layers: list[tuple[Layer, bool]] = []
+        self._parameters: list[str] = []
+        self._sketches: dict[str, Tensor] = {}
         self.number = next(_NUMBERS)
         _LIVE[self.number] = self
 
@@ -91,6 +95,20 @@ class Observation:
         """The layer's place, by which :meth:`show` knows it."""
         self._layers.append((layer, weight_is_io))
         return len(self._layers) - 1
+
+    def add_gradient(self, name: str) -> int:
+        """The place of a parameter's gradient, by which :meth:`keep` knows it."""
+        self._parameters.append(name)
+        return len(self._parameters) - 1
+
+    def keep(self, place: int, gradient: Tensor) -> None:
+        """Keep one parameter's gradient as its sketch, until :meth:`taken`."""
+        self._sketches[self._parameters[place]] = sketch(gradient)
+
+    def taken(self) -> dict[str, Tensor]:
+        """Sketches of the gradients made since the last call, by parameter."""
+        found, self._sketches = self._sketches, {}
+        return found
 
     def show(self, place: int, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Hand one layer's operands on; never raises."""
@@ -119,6 +137,12 @@ def _observe(
         observation.show(place, g, weight, x)
 
 
+def _observe_gradient(seen: Tensor, gradient: Tensor, number: int, place: int) -> None:
+    observation = _LIVE.get(number)
+    if observation is not None:
+        observation.keep(place, gradient)
+
+
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 _LIBRARY.define(
     "observe(Tensor(a!) seen, Tensor grad_output, Tensor? weight, Tensor? x, int observation,"
@@ -126,6 +150,11 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")
 torch.library.register_fake("hot::observe", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.define(
+    "observe_gradient(Tensor(a!) seen, Tensor gradient, int observation, int place) -> ()"
+)
+_LIBRARY.impl("observe_gradient", _observe_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("hot::observe_gradient", lambda *_: None, lib=_LIBRARY)
 
 
 def observe(
@@ -145,6 +174,30 @@ def observe(
         emit = Emitter(graph, before, before)
         seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=site.device)
         emit(torch.ops.hot.observe.default, seen, *operands, observation.number, place)
+    graph.lint()
+
+
+def observe_gradients(
+    graph: fx.Graph, names: Sequence[str | None], observation: Observation
+) -> None:
+    """Show the gradients of the graph's inputs that ``names`` calls parameters, in place.
+
+    They are returned no more: None stands for them.
+    """
+    inputs = [node for node in placeholders(graph) if not is_tangent(node)]
+    results = returned(graph)
+    first = len(results) - len(inputs)  # gradients of all inputs come last
+    output = graph.output_node()
+    for place, (node, name) in enumerate(zip(inputs, names, strict=False), first):
+        gradient = results[place]
+        if name is None or not isinstance(gradient, fx.Node) or gradient in results[:first]:
+            continue
+        emit = Emitter(graph, gradient.next, gradient, stays=True)  # here, not when all are there
+        seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=node.meta["val"].device)
+        where = observation.number, observation.add_gradient(name)
+        emit(torch.ops.hot.observe_gradient.default, seen, gradient, *where)
+        results[place] = None
+    output.args = (tuple(results),)
     graph.lint()
 
 

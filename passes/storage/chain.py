@@ -136,14 +136,21 @@ class Chain:
         for node in self._order:
             values[node] = self._evaluate(node, values)
         limit = probe.CENTRED if scheme.spec.unit is Unit.CHANNEL else probe.USUAL
+        limit = probe.FOUR_BITS if scheme is Scheme.INT4 else limit
         for node, inverse in self._ends:
             exact, rounded = values[node]
             if inverse:
                 exact, rounded = exact.reciprocal(), rounded.reciprocal()
-            problem = probe.verdict(exact, rounded, x, limit)
-            if problem:
-                return problem
+            for within in (None, *self._regions(values)):
+                problem = probe.verdict(exact, rounded, x, limit, within)
+                if problem:
+                    return problem
         return ""
+
+    def _regions(self, values: dict[fx.Node, tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Where each mask holds, and where not: a gradient may be let through there alone."""
+        masks = [values[mask][0] for mask in self._masks]
+        return [region for mask in masks for region in (mask, ~mask)]
 
     def _evaluate(
         self, node: fx.Node, values: dict[fx.Node, tuple[Tensor, Tensor]]

@@ -223,8 +223,7 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
         return (Scheme.EXACT, Scheme.CHANNELS8)
     if reading.fine:  # on a uniform grid, which only a multiple of the tensor tolerates
         assert reading.chain is not None
-        wide = saved.meta["val"].dtype.itemsize > 2  # of 16 bits, 12 are not worth two passes
-        return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain and wide else _EXACT
+        return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain and _wide(saved) else _EXACT
     eight = Scheme.ROWS8 if _along_rows(saved, reading) else Scheme.GROUPS8
     if reading.batched:
         return (Scheme.EXACT, eight)
@@ -248,7 +247,7 @@ def _fitting(crosser: Crosser) -> Crosser:
 
 def _why_too_fine(saved: fx.Node) -> str:
     """Why what meets a softmax is not stored in 12 bits."""
-    if saved.meta["val"].dtype.itemsize > 2:
+    if _wide(saved):
         return "meets a softmax behind more than a multiplication: no bound is known"
     return "meets a softmax, which wants 12 bits: too few less than it has"
 
@@ -260,14 +259,22 @@ def _tried(crosser: Crosser, reading: Reading) -> Crosser:
         return crosser
     problem, kept = "", [Scheme.EXACT]
     for scheme in crosser.schemes[1:]:
-        # 4 bits are the user's own choice: they hold where 6 do, but for outliers
-        problem = "" if scheme is Scheme.INT4 else reading.chain.try_scheme(scheme, crosser.saved)
+        problem = reading.chain.try_scheme(scheme, crosser.saved)
         if problem:
             break  # a coarser one would do worse
         kept.append(scheme)
+    # a uniform grid is fine where codes are coarse: a tanh's slope is 1 - t^2, t almost 1
+    finer = len(kept) == 1 and Scheme.GROUPS6 in crosser.schemes and _wide(crosser.saved)
+    if finer and not reading.chain.try_scheme(Scheme.GROUPS12, crosser.saved):
+        kept.append(Scheme.GROUPS12)
     if len(kept) == 1:
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
+
+
+def _wide(saved: fx.Node) -> bool:
+    """Of 16 bits, 12 are not worth two passes."""
+    return saved.meta["val"].dtype.itemsize > 2
 
 
 def _own_masks(found: list[Crosser]) -> list[Crosser]:

@@ -38,9 +38,13 @@ _FAR = 0.3
 there, and what is left of their derivative is small."""
 _HUGE = 16.0
 """Deviations beyond this are judged as the far ones are."""
-_DEAD, _FLAT = 1e-3, 0.05
+FOUR_BITS = 1.0
+"""The same of INT4: it is the user's own choice, but for poles and what it knows nothing of."""
+_FEW = 32
+"""Elements within a mask, of a row of ``_WIDTH``, that are too few to be judged by themselves."""
+_DEAD, _FLAT, _FLAT_BESIDE = 1e-3, 0.02, 0.05
 """Rows whose results are this small, against the largest at this or a smaller scale, are not
-judged; ``_FLAT`` holds for the far ones."""
+judged; ``_FLAT`` holds for the far ones, and ``_FLAT_BESIDE`` beside outliers."""
 
 
 @lru_cache(maxsize=16)
@@ -84,17 +88,31 @@ def _round_trip(scheme: Scheme, dtype: torch.dtype, shape: tuple[int, ...]) -> f
     return fx.GraphModule({}, graph)
 
 
-def verdict(exact: Tensor, rounded: Tensor, x: Tensor, limit: float = USUAL) -> str:
+def verdict(
+    exact: Tensor,
+    rounded: Tensor,
+    x: Tensor,
+    limit: float = USUAL,
+    within: Tensor | None = None,
+) -> str:
     """Why ``rounded`` is too far from ``exact``, '' if it is not.
 
     Args:
         exact, rounded: what the chain makes of ``x`` and of ``x`` as restored, [rows, elements].
         x: the samples. limit: relative error allowed around zero.
+        within: a mask [rows, elements]: outside of it nothing counts, nor do rows with little
+            inside; a part of all elements may err as those far from zero.
     """
     want, got = exact.double(), rounded.double()
+    if within is not None:
+        part = want.where(within, 0.0)
+        much = part.norm(dim=1, keepdim=True) > _FLAT * want.norm(dim=1, keepdim=True)
+        within = within & much & (within.sum(1, keepdim=True) >= _FEW)
+        want, got, limit = part.where(within, 0.0), got.where(within, 0.0), max(limit, _FAR)
     fine = want.isfinite().all(1) & x.double().isfinite().all(1)
-    if not got[fine].isfinite().all():
-        return "it has a pole that a rounded value may hit"
+    inside = want.isfinite() & (x.double().abs() < _HUGE)  # beyond, it may be an overflow
+    if not (got.isfinite() | ~(inside | fine.unsqueeze(1))).all():
+        return "it has a pole, or an edge of its domain, that a rounded value may hit"
     kind = torch.arange(len(x), device="cpu") % _KINDS
     ordinary = torch.ones(_WIDTH, dtype=torch.bool, device="cpu")
     ordinary[_OUTLIERS] = False
@@ -105,14 +123,16 @@ def verdict(exact: Tensor, rounded: Tensor, x: Tensor, limit: float = USUAL) -> 
     peak = peak.amax(1).cummax(0).values
     peak = peak.repeat_interleave(_KINDS)
     alive, steep = fine & (size > _DEAD * peak), fine & (size > _FLAT * peak)
+    beside = fine & (size > _FLAT_BESIDE * peak) & (kind == _KINDS - 2)
     huge = torch.tensor(_SCALES, device="cpu").repeat_interleave(_KINDS) > _HUGE
     usual, far = kind < len(_SHIFTS), (kind >= len(_SHIFTS)) & (kind < _KINDS - 2)
-    for rows, most, where in (
+    judged = [
         (alive & usual & ~huge, limit, "around zero"),
-        (alive & usual & huge, _FAR, "where values are large"),
+        (alive & usual & huge, max(limit, _FAR), "where values are large"),
         (steep & far, _FAR, "far from zero"),
-        (steep & (kind == _KINDS - 2), _WITH_OUTLIERS, "beside outliers"),
-    ):
+        (beside, _WITH_OUTLIERS, "beside outliers"),
+    ]
+    for rows, most, where in judged[:2] if limit == FOUR_BITS else judged:
         worst = _largest(error[rows])
         if worst > most:
             return f"steep or periodic: {where} it turns rounding into an error of {worst:.0%}"

@@ -4,8 +4,8 @@ Exact is eager mode. Hot runs its finished graphs node by node, or lowered. A gr
 by the rounding of what an integer product reads, which a bound of 14 % (cosine 0.99) covers, and by
 no more than that, except where exact itself is as uncertain. That is measured: 1. in fp64 against
 the dtype; 2. with weights and inputs changed by a thousandth; 3. with every gradient that reaches a
-layer's product known to 1 %, as any integer product knows it. A bias before a batch norm, whose
-gradient is a sum that cancels, moves by 3 as it moves under hot.
+layer's product or a norm known to 1 %, as any integer product knows it. A bias or a scale before a
+batch norm, whose gradient is a sum that cancels, moves by 3 as it moves under hot.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ COARSE_BOUND = 0.45
 """Where four bits were asked for: cosine 0.9."""
 DRAWS = 3
 INPUT_NOISE, PRODUCT_NOISE = 1e-3, 1e-2
-PRODUCTS = ("AddmmBackward", "MmBackward", "ConvolutionBackward", "LinearBackward", "BmmBackward")
+PRODUCTS = (
+    *("AddmmBackward", "MmBackward", "ConvolutionBackward", "LinearBackward", "BmmBackward"),
+    *("NativeBatchNormBackward", "NativeLayerNormBackward"),
+)
+"""What sums gradients over rows: a norm's scale before another gets a sum that cancels, too."""
 
 
 @dataclasses.dataclass

@@ -21,8 +21,10 @@ def followed_by_a_layer(function, width=256):
         (lambda h: 1 / (h + 3), ""),
         (lambda h: 1 / h, ""),
         (lambda h: torch.sin(30 * h), "periodic"),
-        (lambda h: torch.exp(h) + torch.exp(2 * h), "steep"),
+        (lambda h: torch.exp(h) + torch.exp(2 * h), ""),
         (lambda h: h.abs().sqrt(), "pole"),
+        (lambda h: torch.erfinv(h.clamp(-0.999, 0.999)), "steep"),
+        (lambda h: torch.atanh(0.3 * h.sin()) + torch.erfinv(h.sin()), ""),
         (lambda h: h / h.amax(), ""),
         (lambda h: h.amax(0, keepdim=True) * h, ""),
         (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), "periodic"),
@@ -62,6 +64,44 @@ def test_activations_are_stored_rounded_at_any_scale(activation, spread):
     assert "exact" not in {c.scheme for c in hidden}
     for p, want in zip(layers.parameters(), exact, strict=True):
         assert cosine(p.grad, want) > 0.995
+
+
+@pytest.mark.parametrize("offset", [-4.0, -2.0, 2.0, 4.0])
+@pytest.mark.parametrize("activation", [torch.tanh, torch.erf, F.elu, F.gelu, F.silu, F.softplus])
+def test_saturated_channels_keep_their_small_gradients(activation, offset):
+    torch.manual_seed(0)
+    layers, loss = followed_by_a_layer(activation)
+    with torch.no_grad():
+        layers[0].bias[:128] += offset
+    x = torch.randn(256, 64)
+    loss(x).backward()
+    exact = layers[0].weight.grad.clone()
+    layers.zero_grad()
+    crossing(loss, x, exclude="*")
+    got = layers[0].weight.grad
+    assert cosine(got[:128], exact[:128]) > 0.95  # far from zero, a hundredth as large
+    assert cosine(got[128:], exact[128:]) > 0.99
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h * torch.rsqrt(F.relu(h) + 1e-4),
+        lambda h: torch.log(F.relu(h) + 1e-3),
+        lambda h: 1 / (h.square() + 1e-2),
+        lambda h: torch.sin(10 * h),
+        F.gelu,
+    ],
+)
+def test_four_bits_are_given_to_what_tolerates_them(function):
+    torch.manual_seed(0)
+    layers, loss = followed_by_a_layer(function)
+    x = torch.randn(256, 64)
+    loss(x).backward()
+    exact = layers[0].weight.grad.clone()
+    layers.zero_grad()
+    crossing(loss, x, exclude="*", memory_bits=4)
+    assert cosine(layers[0].weight.grad, exact) > 0.9
 
 
 @pytest.mark.parametrize("loss_of", [F.mse_loss, F.l1_loss, F.smooth_l1_loss])
