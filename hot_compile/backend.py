@@ -25,10 +25,11 @@ from .observing.watching import Twin, Watch, twin
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
 from .passes.graph import clean_path, module_path
+from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
-from .passes.pipeline import Context, JointPass, Partitioner, Recorder, sources_hash
+from .passes.pipeline import Context, Recorder, sources_hash
 from .record import Dump, Heard, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version

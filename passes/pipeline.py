@@ -1,4 +1,4 @@
-"""The pipeline: which steps there are, in which order, and the two Inductor hooks they run in.
+"""The pipeline: which steps there are and in which order. ``hooks.py`` runs them in Inductor.
 
 A step is timed, counted and traced: ``TORCH_LOGS=hot_compile`` says in one line what each graph's
 steps did, ``+hot_compile`` in one line a step, and with ``TORCH_TRACE`` tlparse shows every graph
@@ -7,24 +7,17 @@ that a step changed, the plan and what crosses.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import HotConfig, Memory
-from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.cost.linear import Pricing, Rates
 from hot_compile.passes.cost.storing import StoragePrice, rows_seconds, storing_seconds
 from hot_compile.passes.exact.casts import cast_together
@@ -40,14 +33,14 @@ from hot_compile.passes.layers.rewrite import rewrite
 from hot_compile.passes.measure.observe import Observation, observe, observe_gradients
 from hot_compile.passes.measure.profile import Profile
 from hot_compile.passes.site import Site
-from hot_compile.passes.steps import Step, run, traced
+from hot_compile.passes.steps import Step
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import Crosser, Judge, crossers, saved_pairs
 from hot_compile.passes.storage.materialise import materialise
-from hot_compile.passes.storage.record import Crossing, crossing
+from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
 from hot_compile.passes.unmet import (
@@ -56,14 +49,9 @@ from hot_compile.passes.unmet import (
     idle_overrides,
     tell,
     unfit_heads,
-    unmet_budget,
 )
 
 log = logging.getLogger("hot_compile")
-
-_TWIN_BUDGET = 0.3
-"""Share of its activations that an observed graph keeps; the rest it computes again. About what
-compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
 
 
 class Recorder(Protocol):
@@ -350,154 +338,3 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
 
 FINISHED: tuple[Step[Partitioned], ...] = (Step("gather", _gather, changes=True),)
 """On what reports and dumps have seen: nothing that a layer computes changes any more."""
-
-
-Pass = TypeVar("Pass", bound="_Uncopied")
-
-
-class _Uncopied:
-    """Stays one object where Inductor copies its configuration, as it does to write a trace.
-
-    What a pass holds, fake tensors in graphs among it, must not be copied: that crashed.
-    """
-
-    def __deepcopy__(self: Pass, memo: dict[int, Any]) -> Pass:
-        return self
-
-
-class JointPass(_Uncopied, CustomGraphPass):
-    """``JOINT``, or ``OBSERVED``, after whatever pass the user had there."""
-
-    def __init__(self, context: Context, before: Sequence[Any] = ()) -> None:
-        self._context = context
-        self._before = tuple(before)
-        self.plan: Plan | None = None
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
-        for step in self._before:
-            step(graph)
-        self.plan = None
-        context = self._context
-        context.recorder.graph("joint.before", graph)
-        joint = Joint(context, graph)
-        self._run(HEADS, joint)
-        if context.observation is not None:
-            self._run(OBSERVED, joint)
-        elif self._run(JOINT, joint):
-            self.plan = joint.plan
-            context.recorder.graph("joint.after", graph)
-
-    def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
-        """Whether they all ran."""
-        graphs = {"joint": joint.graph}
-        reading = tuple(step for step in steps if not step.changes)
-        changing = steps[len(reading) :]
-        try:
-            if not run("joint", reading, joint, graphs):
-                return False
-        except (HotError, OptionWarning):  # the user's mistake, e.g. a profile of another model
-            raise
-        except Exception:
-            log.warning(
-                "hot: the joint graph could not be read; this graph stays exact", exc_info=True
-            )
-            return False
-        run("joint", changing, joint, graphs)
-        return True
-
-    def uuid(self) -> Any:
-        """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
-        return _uuid(self._context.identity, self._before)
-
-
-class Partitioner(_Uncopied, CustomPartitionerFn):
-    """min-cut (or the user's own partitioner), then the list of what crosses."""
-
-    def __init__(
-        self, context: Context, joint: JointPass, inner: CustomPartitionerFn | None = None
-    ) -> None:
-        self._context = context
-        self._joint = joint
-        self._inner = inner
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the joint graph, store what crosses by plan, and record what came of it."""
-        cut = self._cut(gm, joint_inputs, kwargs)
-        try:
-            run("partitioned", PARTITIONED, cut, cut.named)
-            kept = crossing(cut.found, cut.stored, cut.seconds)
-            if cut.stores:
-                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
-            self._record(cut)
-            run("finished", FINISHED, cut, cut.named)
-        except OptionWarning:  # the user's filter makes errors of warnings
-            raise
-        except Exception:
-            log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
-            cut = self._cut(gm, joint_inputs, kwargs)  # the graphs half changed
-            kept = ()
-            self._record(cut)
-        cut.forward.recompile()
-        cut.backward.recompile()
-        if self._joint.plan is not None:
-            traced("hot_plan", self._joint.plan.to_json)
-        traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
-        self._context.recorder.finished(self._joint.plan, kept)
-        return cut.forward, cut.backward
-
-    def _record(self, cut: Partitioned) -> None:
-        """Show the graphs while every operator of a layer is still a node of its own."""
-        for name, half in (("forward", cut.forward), ("backward", cut.backward)):
-            half.recompile()
-            self._context.recorder.graph(name, half)
-
-    def _cut(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
-    ) -> Partitioned:
-        partition: Callable = self._inner or min_cut_rematerialization_partition
-        if self._context.observation is not None:
-            _keep_random_draws(gm.graph)
-        with self._recomputation():
-            forward, backward = partition(gm, joint_inputs, **kwargs)
-        outputs = kwargs["num_fwd_outputs"]
-        return Partitioned(self._context, self._joint.plan, forward, backward, outputs)
-
-    def _recomputation(self) -> contextlib.AbstractContextManager[None]:
-        """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
-
-        Inductor bans that by default, because an exact product reads such an x from memory anyway;
-        but what is stored compressed is restored by a pointwise kernel in any case. An observed
-        graph, which stores nothing compressed, recomputes what it takes to hold no more than that.
-        """
-        plan, config = self._joint.plan, self._context.config
-        if self._context.observation is not None:
-            return functorch_config.patch(
-                ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
-            )
-        stores = config.memory not in (Memory.OFF, Memory.FREE)  # recomputing is not for free
-        changed = plan is not None and (plan.rewritten or stores)
-        if not changed or not config.recompute:
-            return contextlib.nullcontext()
-        return functorch_config.patch(ban_recompute_materialized_backward=False)
-
-    def uuid(self) -> Any:
-        """Key for Inductor's caches."""
-        return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
-
-
-def _uuid(identity: str, others: Sequence[Any]) -> Any:
-    theirs = [other.uuid() if hasattr(other, "uuid") else None for other in others]
-    if any(uuid is None for uuid in theirs):
-        return None
-    return hashlib.sha256(repr((identity, theirs, torch.__version__)).encode()).hexdigest()
-
-
-def _keep_random_draws(graph: fx.Graph) -> None:
-    """A backward that drew again would draw something else; Inductor's seeds are a few bytes."""
-    for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags and "recompute" not in node.meta:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -80,7 +80,7 @@ def _gaussian(exponent: fx.Node) -> bool:
 def _is_square(node: fx.Node) -> bool:
     if node.target is aten.mul.Tensor:
         return node.args[0] is node.args[1]
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    return node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == 2)
 
 
 def _beside_one(reader: fx.Node) -> bool:
