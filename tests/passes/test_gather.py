@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hot_compile.backend import hot as backend
 from hot_compile.config import BASELINES, Strategy
-from hot_compile.passes import pipeline
+from hot_compile.passes import hooks
 from hot_compile.passes.emit import Emitter, node_of
 from hot_compile.passes.gather import gather
 from hot_compile.passes.layers.strategies import STRATEGIES, How
@@ -257,16 +257,16 @@ class Net(nn.Module):
         return self.out(x + self.down(F.gelu(self.up(self.norm(x)))))
 
 
-def gradients(model, x, monkeypatch=None, **keywords):
-    """Of a step; with ``monkeypatch``, of one that is not gathered."""
-    if monkeypatch:
-        monkeypatch.setattr(pipeline, "FINISHED", ())
+def gradients(model, x, gathered=True, **keywords):
+    """Of a step, its calls gathered or not."""
     model.zero_grad()
     options = {**ALWAYS, **keywords.pop("options", {})}
     loss = lambda x: model(x).square().mean()  # noqa: E731
-    hot_step(loss, x, options=options, **keywords)
-    if monkeypatch:
-        monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        if not gathered:
+            patch.setattr(hooks, "FINISHED", ())
+        _, reports = hot_step(loss, x, options=options, **keywords)
+    assert reports
     return [p.grad.clone() for p in model.parameters()]
 
 
@@ -277,21 +277,21 @@ STEPS = [
 
 
 @pytest.mark.parametrize("options", STEPS, ids=str)
-def test_a_step_is_the_same_bit_for_bit(device, options, monkeypatch):
+def test_a_step_is_the_same_bit_for_bit(device, options):
     torch.manual_seed(0)
     model, x = Net(conv=True).to(device), torch.randn(16, 8, 3, 40, device=device)
-    want = gradients(model, x, monkeypatch, options=options)
+    want = gradients(model, x, gathered=False, options=options)
     assert_same(gradients(model, x, options=options), want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}, {"forward": "int8"}], ids=str)
-def test_lowered_steps_are_the_same(device, dynamic, options, monkeypatch):
+def test_lowered_steps_are_the_same(device, dynamic, options):
     torch.manual_seed(0)
     model, x = Net(conv=True).to(device), torch.randn(2, 8, 5, 40, device=device)
     given = {"options": options, "lower": True, "dynamic": dynamic}
-    want = gradients(model, x, monkeypatch, **given)
+    want = gradients(model, x, gathered=False, **given)
     assert_same(gradients(model, x, **given), want)
 
 
@@ -312,10 +312,10 @@ def test_what_is_lowered_calls_at_most_twice_a_layer():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_step_is_the_same(monkeypatch):
+def test_a_captured_step_is_the_same():
     torch.manual_seed(0)
     model, x = Net().cuda(), torch.randn(8, 32, 40, device="cuda")
-    want = gradients(model, x, monkeypatch, lower=True)
+    want = gradients(model, x, gathered=False, lower=True)
     given = {"options": {"triton.cudagraphs": True}, "lower": True}
     for _ in range(3):
         assert_same(gradients(model, x, **given), want)
