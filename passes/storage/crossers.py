@@ -24,6 +24,7 @@ from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.site import bytes_of, hint
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.normalised import is_normalised
 from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.readers import (
     FLOATS,
@@ -35,6 +36,7 @@ from hot_compile.passes.storage.readers import (
 from hot_compile.passes.storage.schemes import Scheme
 
 _EXACT = (Scheme.EXACT,)
+_UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
 _ONE_PASS = 1024
 """Elements of a row that Inductor reduces without a loop. A longer one would be read twice where no
 norm goes over it anyway; groups are not."""
@@ -114,6 +116,8 @@ class Judge:
         reading = read(restored, self.facts, cuts)
         if reading.refusal:
             return Crosser(saved, restored, _EXACT, reading.refusal)
+        if reading.fine and not is_normalised(saved, self._activations):
+            return Crosser(saved, restored, _EXACT, _UNBOUNDED)
         masks = [self._in_forward(mask) for mask in reading.masks]
         if None in masks:
             return Crosser(saved, restored, _EXACT, "compared in the backward alone")

@@ -25,8 +25,6 @@ KNOWN = {
     433: SLIGHTLY,
     532: COMMON,
     639: "ordinary rows behind a sigmoid that is saturated: its slope is s (1 - s), s almost 1",
-    666: "attention of rows with much in common, logits of 10 000: 12 bits of q and k are too few",
-    669: "the same",
     695: SLIGHTLY,
     703: SLIGHTLY,
     923: COMMON,

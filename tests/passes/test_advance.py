@@ -57,7 +57,11 @@ class Attention(nn.Module):
         self.bias = nn.Parameter(torch.randn(2, TOKENS, TOKENS) / 10)
 
     def forward(self, x):
-        q, k, v = self.qkv(x).reshape(-1, TOKENS, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(F.layer_norm(x, (WIDTH,)))
+            .reshape(-1, TOKENS, 3, 2, WIDTH // 2)
+            .permute(2, 0, 3, 1, 4)
+        )
         scores = q * (WIDTH // 2) ** -0.5 @ k.transpose(-2, -1) + self.bias
         mixed = scores.softmax(-1) @ v
         return x + self.out(mixed.transpose(1, 2).reshape(x.shape))

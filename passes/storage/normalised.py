@@ -1,0 +1,76 @@
+"""Whether something keeps the numbers that a tensor is made of from being of any size.
+
+What a softmax sees is exponentiated, so an error of its operands counts absolutely: 12 bits of q and k
+are enough for logits of a thousand, not of ten thousand. How large they get follows from weights
+where a norm, or a function that is bounded itself, stands before; of data as the user gives it nothing
+is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import fx
+
+from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
+
+_ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.linalg_vector_norm.default}
+_BOUNDED = {
+    aten.tanh.default,
+    aten.sigmoid.default,
+    aten.sin.default,
+    aten.cos.default,
+    aten._softmax.default,
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+}
+_FOLLOWED = VIEWS | CASTS | {aten.clamp_min.default, aten.clamp.default, aten.reciprocal.default}
+_SCALES = {aten.mul.Tensor, aten.div.Tensor}
+
+
+def is_normalised(node: fx.Node, activations: Set[fx.Node]) -> bool:
+    """Every way back from ``node`` meets a norm or parameters before it meets data.
+
+    Args:
+        activations: nodes of its graph, the forward, that depend on more than parameters.
+    """
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        made = stack.pop()
+        if made in seen or made not in activations or made.target in _BOUNDED:
+            continue
+        seen.add(made)
+        if made.op == "placeholder" and _is_numbers(made):
+            return False
+        if made.target in _SCALES and (_by_root(made) or _by_own_sum(made)):
+            continue
+        stack.extend(made.all_input_nodes)
+    return True
+
+
+def _by_own_sum(scaled: fx.Node) -> bool:
+    """Divided by the sum of what is divided, as a softmax."""
+    numbers, divisor = scaled.args[0], scaled.args[1]
+    if scaled.target is not aten.div.Tensor or not isinstance(divisor, fx.Node):
+        return False
+    total = strip(divisor, _FOLLOWED)
+    return total.target is aten.sum.dim_IntList and total.args[0] is numbers
+
+
+def _by_root(scaled: fx.Node) -> bool:
+    return any(map(_is_root, scaled.all_input_nodes))
+
+
+def _is_root(scale: fx.Node) -> bool:
+    """A root of a sum of squares, or one over it."""
+    source = strip(scale, _FOLLOWED)
+    power = source.target is aten.pow.Tensor_Scalar and abs(source.args[1]) == 0.5  # type: ignore
+    return power or source.target in _ROOTS
+
+
+def _is_numbers(node: fx.Node) -> bool:
+    """Not indices, sizes or masks."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
