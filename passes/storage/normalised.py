@@ -1,9 +1,9 @@
 """Whether something keeps the numbers that a tensor is made of from being of any size.
 
-What a softmax sees is exponentiated, so an error of its operands counts absolutely: 12 bits of q and k
-are enough for logits of a thousand, not of ten thousand. How large they get follows from weights
-where a norm, or a function that is bounded itself, stands before; of data as the user gives it nothing
-is known.
+What a softmax sees is exponentiated, so an error of its operands counts absolutely: 12 bits of q
+and k are enough for logits of a thousand, not of ten thousand. How large they get follows from
+weights where a norm, or a function that is bounded itself, stands before; of data as the user gives
+it nothing is known.
 """
 
 from __future__ import annotations

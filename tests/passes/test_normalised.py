@@ -1,4 +1,4 @@
-"""q and k are rounded only where something bounds the logits: a norm, weights, a bounded function."""
+"""q and k are rounded only where something bounds the logits: a norm, weights, a tanh."""
 
 import pytest
 import torch
