@@ -4,14 +4,12 @@ A kernel that restores what was stored and takes its GELU is bound by instructio
 78 an element, of which the library's ``erf`` and ``exp`` take 35 and these forms 12. They err by
 less than 1e-6, a four thousandth of what separates neighbouring bf16 numbers at 1, so they stand
 only where the argument was made of 16-bit numbers and where an error is seen beside 1:
-``1 + erf(x)``, ``1 - tanh(x)**2``. ``sigmoid`` errs by less than 1e-5 of its own value.
-
-Source: ``erf`` by Abramowitz and Stegun, Handbook of Mathematical Functions, formula 7.1.26.
+``1 + erf(x)``, ``1 - tanh(x)**2``. ``sigmoid`` errs by less than 1e-5 of its own value. The forms
+are ``runtime/pointwise.py``'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +17,9 @@ from torch import fx
 
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import CASTS, VIEWS, aten, is_pointwise
+from hot_compile.runtime.pointwise import lowered
 
-_LOG2_E = 1.4426950408889634
-_ERF_SLOPE = 0.3275911
-_ERF = (-1.061405429, 1.453152027, -1.421413741, 0.284496736, -0.254829592)
+_SHORT = torch.ops.hot.short_function.default
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 _ADDITIONS = {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _PRODUCTS = {aten.mul.Tensor, aten.pow.Tensor_Scalar}
@@ -33,12 +30,14 @@ _DEEPEST = 24
 def shorten_functions(graph: fx.Graph) -> int:
     """Give ``graph``'s functions their short forms in place, where they may have one; how many."""
     count = 0
-    for target, (build, seen_beside_one) in _FORMS.items():
+    for target, (name, seen_beside_one) in _FORMS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             if not _applies(node) or (seen_beside_one and not all(map(_beside_one, node.users))):
                 continue
+            if not lowered():
+                return 0
             emit = Emitter(graph, node, node)
-            short = build(emit, emit.cast(node.args[0], torch.float32))
+            short = emit(_SHORT, emit.cast(node.args[0], torch.float32), name)
             node.replace_all_uses_with(emit.cast(short, node.meta["val"].dtype))
             graph.erase_node(node)
             count += 1
@@ -105,49 +104,10 @@ def _constant(node: fx.Node) -> Any:
     return node.args[1] if node.target is aten.full.default else None
 
 
-def _times(emit: Emitter, a: Any, b: Any) -> fx.Node:
-    return emit(aten.mul.Tensor, a, b)
-
-
-def _plus(emit: Emitter, a: Any, b: Any) -> fx.Node:
-    return emit(aten.add.Tensor, a, b)
-
-
-def _over(emit: Emitter, divisor: fx.Node) -> fx.Node:
-    """1 / ``divisor``, which is at least 1: a GPU has an instruction for its root."""
-    root = emit(aten.rsqrt.default, divisor)
-    return _times(emit, root, root)
-
-
-def _power_of_e(emit: Emitter, x: fx.Node, factor: float = 1.0) -> fx.Node:
-    """e to the ``factor * x``."""
-    return emit(aten.exp2.default, _times(emit, x, factor * _LOG2_E))
-
-
-def _erf(emit: Emitter, x: fx.Node) -> fx.Node:
-    size = emit(aten.abs.default, x)
-    t = _over(emit, _plus(emit, _times(emit, size, _ERF_SLOPE), 1.0))
-    first, *rest = _ERF
-    sum_ = _times(emit, t, first)
-    for factor in rest:
-        sum_ = _times(emit, _plus(emit, sum_, factor), t)
-    tail = _times(emit, sum_, _power_of_e(emit, _times(emit, x, x), -1.0))
-    return emit(aten.copysign.Tensor, _plus(emit, tail, 1.0), x)
-
-
-def _tanh(emit: Emitter, x: fx.Node) -> fx.Node:
-    share = _over(emit, _plus(emit, _power_of_e(emit, x, 2.0), 1.0))
-    return _plus(emit, _times(emit, share, -2.0), 1.0)
-
-
-def _sigmoid(emit: Emitter, x: fx.Node) -> fx.Node:
-    return _over(emit, _plus(emit, _power_of_e(emit, x, -1.0), 1.0))
-
-
-_FORMS: dict[Any, tuple[Callable[[Emitter, Any], fx.Node], bool]] = {
-    aten.erf.default: (_erf, True),
-    aten.tanh.default: (_tanh, True),
-    aten.sigmoid.default: (_sigmoid, False),
-    aten.exp.default: (_power_of_e, False),
+_FORMS: dict[Any, tuple[str, bool]] = {
+    aten.erf.default: ("erf", True),
+    aten.tanh.default: ("tanh", True),
+    aten.sigmoid.default: ("sigmoid", False),
+    aten.exp.default: ("exp", False),
 }
-"""By operator: what its short form is made by, and whether its error is small beside 1 only."""
+"""By operator: its short form, and whether that form's error is small beside 1 only."""

@@ -19,6 +19,7 @@ from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.graph import aten
 from hot_compile.passes.storage.layout import MASK_BITS, Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.runtime.pointwise import lowered
 
 _TINY = 2.0**-120
 _UPPER_HALF = -0x10000
@@ -130,7 +131,8 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
         return _unpack_int4(emit, *parts)
     levels = scheme.spec.levels
     if scheme is Scheme.GROUPS12:
-        return _from_planes(emit, parts, 2, _decode_12)
+        decode = functools.partial(_decode, levels=_STEPS12, root=False)
+        return _from_planes(emit, parts, 2, decode)
     if scheme is Scheme.GROUPS6:
         return _from_planes(emit, parts, 4, functools.partial(_decode, levels=levels))
     code, scale, *centre = parts
@@ -188,23 +190,13 @@ def _number(emit: Emitter, code: fx.Node) -> fx.Node:
     return emit(aten.sub.Tensor, _as_float(emit, bits), _ROUNDING)
 
 
-def _decode(emit: Emitter, code: fx.Node, scale: fx.Node, levels: int) -> fx.Node:
+def _decode(
+    emit: Emitter, code: fx.Node, scale: fx.Node, levels: int, root: bool = True
+) -> fx.Node:
     """Fourth powers of ``code`` over ``levels``, with its sign, times ``scale``; fp32."""
-    code = _number(emit, code)
-    share = emit(aten.mul.Tensor, code, 1.0 / levels)
-    signed = emit(aten.mul.Tensor, share, emit(aten.abs.default, share))
-    power = emit(aten.mul.Tensor, signed, emit(aten.mul.Tensor, share, share))
-    value = emit(aten.mul.Tensor, power, emit.cast(scale, torch.float32))
-    return _or_special(emit, code, value, levels)
-
-
-def _or_special(emit: Emitter, code: fx.Node, value: fx.Node, levels: int) -> fx.Node:
-    """``value``, but infinity or NaN where ``code`` (fp32) says so."""
-    infinite = emit(aten.mul.Tensor, code, math.inf)
-    nan = emit(aten.le.Scalar, code, -levels - 2.0)
-    special = emit(aten.where.self, nan, _constant(emit, math.nan, like=value), infinite)
-    usual = emit(aten.le.Scalar, emit(aten.abs.default, code), float(levels))
-    return emit(aten.where.self, usual, value, special)
+    lowered()
+    scale = emit.cast(scale, torch.float32)
+    return emit(torch.ops.hot.restored.default, _number(emit, code), scale, levels, root)
 
 
 def _centred(
@@ -253,12 +245,6 @@ def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
             step = emit(op.default, step, _constant(emit, bound, like=step))
         codes.append(_or_nan(emit, _rounded(emit, step), share, -_STEPS12 - 2))
     return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
-
-
-def _decode_12(emit: Emitter, step: fx.Node, scale: fx.Node) -> fx.Node:
-    step = _number(emit, step)
-    value = emit(aten.mul.Tensor, step, emit.cast(scale, torch.float32))
-    return _or_special(emit, step, value, _STEPS12)
 
 
 def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:

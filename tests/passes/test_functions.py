@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.exact import functions
 from hot_compile.passes.graph import aten
+from hot_compile.runtime.pointwise import FORMS, lowered
 
 ERF, TANH, EXP, SIGMOID = (getattr(aten, n).default for n in ("erf", "tanh", "exp", "sigmoid"))
 
@@ -83,16 +84,30 @@ def test_err_by_less_than_they_promise(target, bound, relative):
     x = torch.linspace(-60, 60, 200_001)
     if target is EXP:
         x = -(x**2)
-    graph = fx.Graph()
-    given = graph.placeholder("x")
-    with FakeTensorMode() as mode:
-        given.meta["val"] = mode.from_tensor(x)
-    end = graph.output(())
-    build, _ = functions._FORMS[target]
-    end.args = (build(Emitter(graph, end, given), given),)
-    short = fx.GraphModule({}, graph)
+    name, _ = functions._FORMS[target]
+
+    def short(x):
+        return torch.ops.hot.short_function(x, name)
+
     want = target(x.double())
     error = (short(x).double() - want).abs()
     assert (error / want if relative else error).max() < bound
     edges = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, 200.0, -200.0])
     torch.testing.assert_close(short(edges), target(edges), equal_nan=True, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_inductor_writes_the_same(name):
+    assert lowered()
+    x = torch.linspace(-9, 0 if name == "exp" else 9, 1001)
+
+    @torch.compile
+    def compiled(x):
+        return torch.ops.hot.short_function(x * 0.5, name) + 1
+
+    want = torch.ops.hot.short_function(x * 0.5, name) + 1
+    torch.testing.assert_close(compiled(x), want, rtol=0, atol=1e-6)
+
+
+def test_is_defined_as_torch_wants_operators_to_be():
+    torch.library.opcheck(torch.ops.hot.short_function.default, (torch.randn(3, 4), "erf"))

@@ -1,0 +1,135 @@
+"""Elementwise operators that Inductor writes into its kernels, by formulas that use a value often.
+
+Written as nodes, such a formula would cost time to compile: Inductor evaluates a node once for
+every use, and so do those below it, down to what was stored. In one operator it does so once.
+
+* ``hot::restored``: numbers from the codes that ``passes/storage/pack.py`` makes.
+* ``hot::short_function``: functions in fewer instructions than a GPU's library takes for fp32;
+  ``passes/exact/functions.py`` says where they may stand.
+
+Each formula serves as the definition, by torch's functions, and as a kernel's code, by Inductor's
+``ops``. Importing this registers the operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Number = Callable[[float], Any]
+
+_LOG2_E = 1.4426950408889634
+_ERF_SLOPE = 0.3275911
+_ERF = (-1.061405429, 1.453152027, -1.421413741, 0.284496736, -0.254829592)
+
+_LIBRARY = torch.library.Library("hot", "FRAGMENT")
+for _schema in (
+    "restored(Tensor code, Tensor scale, int levels, bool root) -> Tensor",
+    "short_function(Tensor x, str name) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
+
+
+def _decoded(code: Any, scale: Any, do: Any, number: Number, levels: int, root: bool) -> Any:
+    """``code`` (whole, fp32) times ``scale``; if ``root``, (code / levels) ** 4 with its sign.
+
+    Codes beyond ``levels`` say infinity, -levels - 2 says NaN.
+    """
+    value = code
+    if root:
+        share = do.mul(code, number(1.0 / levels))
+        signed = do.mul(share, do.abs(share))
+        value = do.mul(signed, do.mul(share, share))
+    value = do.mul(value, scale)
+    nan = do.le(code, number(-levels - 2.0))
+    special = do.where(nan, number(math.nan), do.mul(code, number(math.inf)))
+    return do.where(do.le(do.abs(code), number(float(levels))), value, special)
+
+
+def _over(do: Any, divisor: Any) -> Any:
+    """1 / ``divisor``, which is at least 1: a GPU has an instruction for its root."""
+    root = do.rsqrt(divisor)
+    return do.mul(root, root)
+
+
+def _exp(x: Any, do: Any, number: Number, factor: float = 1.0) -> Any:
+    """e to the ``factor * x``."""
+    return do.exp2(do.mul(x, number(factor * _LOG2_E)))
+
+
+def _erf(x: Any, do: Any, number: Number) -> Any:
+    """Abramowitz and Stegun, Handbook of Mathematical Functions, formula 7.1.26."""
+    one = number(1.0)
+    t = _over(do, do.add(do.mul(do.abs(x), number(_ERF_SLOPE)), one))
+    first, *rest = map(number, _ERF)
+    total = do.mul(t, first)
+    for factor in rest:
+        total = do.mul(do.add(total, factor), t)
+    tail = do.mul(total, _exp(do.mul(x, x), do, number, -1.0))
+    return do.copysign(do.add(tail, one), x)
+
+
+def _tanh(x: Any, do: Any, number: Number) -> Any:
+    share = _over(do, do.add(_exp(x, do, number, 2.0), number(1.0)))
+    return do.add(do.mul(share, number(-2.0)), number(1.0))
+
+
+def _sigmoid(x: Any, do: Any, number: Number) -> Any:
+    return _over(do, do.add(_exp(x, do, number, -1.0), number(1.0)))
+
+
+FORMS: dict[str, Callable[[Any, Any, Number], Any]] = {
+    "erf": _erf,
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "exp": _exp,
+}
+
+
+def _restored(code: Tensor, scale: Tensor, levels: int, root: bool) -> Tensor:
+    """fp32 numbers from whole fp32 ``code`` and what ``scale`` (fp32) broadcasts to it."""
+    return _decoded(code, scale, torch, float, levels, root)
+
+
+def _short_function(x: Tensor, name: str) -> Tensor:
+    """``name`` of fp32 ``x``, elementwise."""
+    return FORMS[name](x, torch, float)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("restored", _restored, _device)
+    _LIBRARY.impl("short_function", _short_function, _device)
+torch.library.register_fake("hot::restored")(lambda code, scale, levels, root: code * scale)
+torch.library.register_fake("hot::short_function")(lambda x, name: x.abs())
+
+
+@functools.cache
+def lowered() -> bool:
+    """Teach Inductor the operators; whether it could be taught (lowerings are no stable API).
+
+    If not, it calls them as they are: as right, and slower.
+    """
+    try:
+        from torch._inductor.lowering import make_pointwise, register_lowering
+        from torch._inductor.virtualized import ops
+    except ImportError:
+        return False
+    number = functools.partial(ops.constant, dtype=torch.float32)
+
+    @register_lowering(torch.ops.hot.short_function.default, type_promotion_kind=None)
+    def _(x: Any, name: str) -> Any:
+        return make_pointwise(lambda value: FORMS[name](value, ops, number))(x)
+
+    @register_lowering(torch.ops.hot.restored.default, broadcast=True, type_promotion_kind=None)
+    def _(code: Any, scale: Any, levels: int, root: bool) -> Any:
+        def decoded(code: Any, scale: Any) -> Any:
+            return _decoded(code, scale, ops, number, levels, root)
+
+        return make_pointwise(decoded)(code, scale)
+
+    return True
