@@ -27,7 +27,7 @@ import head
 import torch
 import typer
 from models import Size, Workload, build
-from report import environment, write_json
+from report import StepRow, environment, write_json
 from rich.console import Console
 from rich.table import Table
 from step import compile_for, compiler_settings, synchronize
@@ -79,17 +79,10 @@ ON_A_GPU = ",".join(name for name in CASES if "tiny" not in name)
 
 
 @dataclass
-class Row:
-    """One configuration's figures on one case."""
+class Row(StepRow):
+    """The same with what a GPU runs."""
 
-    case: str
-    config: str
-    best_ms: float = float("inf")
-    host_ms: float = float("inf")
     launches: int = 0
-    peak_bytes: int = 0
-    compile_s: float = 0.0
-    loss: float = 0.0
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     """Name, launches and ms a step of those that take longest; in the JSON only."""
 

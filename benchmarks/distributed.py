@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from models import Size, Workload, build
-from report import environment, write_json
+from report import StepRow, environment, write_json
 from rich.console import Console
 from rich.table import Table
 from step import compile_for, compiler_settings, synchronize
@@ -62,19 +62,6 @@ CASES = {
 ON_GPUS = ",".join(name for name in CASES if "tiny" not in name)
 
 
-@dataclass
-class Row:
-    """One configuration's figures on one case."""
-
-    case: str
-    config: str
-    best_ms: float = float("inf")
-    host_ms: float = float("inf")
-    peak_bytes: int = 0
-    compile_s: float = 0.0
-    loss: float = 0.0
-
-
 def blocks_of(model: nn.Module) -> Iterator[tuple[nn.ModuleList | nn.Sequential, str]]:
     """(owner, name) of a transformer's blocks: the longest list of modules that are alike."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
@@ -86,7 +73,7 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[nn.ModuleList | nn.Sequential,
 class Stepper:
     """One configuration: its copy of the model, wrapped, and its figures."""
 
-    def __init__(self, row: Row, case: Case, work: Workload, device: torch.device):
+    def __init__(self, row: StepRow, case: Case, work: Workload, device: torch.device):
         self.row, self.device = row, device
         self.inputs = tuple(t.to(device) for t in work.inputs)
         self.loss_of = work.loss
@@ -148,12 +135,12 @@ class Stepper:
         return spent.item()
 
 
-def measure(name: str, configs: list[str], device: torch.device, rounds: int) -> list[Row]:
+def measure(name: str, configs: list[str], device: torch.device, rounds: int) -> list[StepRow]:
     """Figures of every configuration, interleaved. Every process calls it alike."""
     torch.manual_seed(0)  # FSDP2 shards what every process has: weights must be alike
     case = CASES[name]
     work = build(case.model, case.size)
-    rows = [Row(name, config) for config in configs]
+    rows = [StepRow(name, config) for config in configs]
     with compiler_settings("bf16"), fresh_cache():
         steppers = [Stepper(row, case, work, device) for row in rows]
         for stepper in steppers:
@@ -164,7 +151,7 @@ def measure(name: str, configs: list[str], device: torch.device, rounds: int) ->
     return rows
 
 
-def as_table(rows: list[Row], title: str) -> Table:
+def as_table(rows: list[StepRow], title: str) -> Table:
     """Each figure, and time and peak against the first configuration of its case."""
     table = Table(title=title)
     for column in ("case", "configuration"):
@@ -188,7 +175,7 @@ def main(
     configs: Annotated[str, typer.Option(help="as for step.py; the first is stock")] = "exact,hot",
     rounds: Annotated[int, typer.Option(help="timed rounds")] = 8,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
-) -> list[Row]:
+) -> list[StepRow]:
     """Measure whole steps on as many processes as torchrun started."""
     if unknown := [name for name in rows.split(",") if name not in CASES]:
         raise typer.BadParameter(f"got {', '.join(unknown)}; known are {', '.join(CASES)}")

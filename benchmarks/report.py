@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hot_compile
+
+
+@dataclass
+class StepRow:
+    """One configuration's figures on one case: a whole step."""
+
+    case: str
+    config: str
+    best_ms: float = float("inf")
+    host_ms: float = float("inf")
+    peak_bytes: int = 0
+    compile_s: float = 0.0
+    loss: float = 0.0
 
 
 def environment(device: torch.device) -> dict[str, Any]:

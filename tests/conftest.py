@@ -11,6 +11,7 @@ import pytest
 import torch  # importing it sets its loggers up
 
 from hot_compile.passes.cost import devices, tuned
+from hot_compile.runtime.native import build
 
 trace = logging.getLogger(f"{torch.__name__}.__trace")
 trace.handlers.clear()
@@ -30,3 +31,12 @@ def _rates_of_the_table(request, monkeypatch):
     """What was measured on the machine that runs the tests changes no plan in them."""
     if "rates_folder" not in request.fixturenames:
         monkeypatch.setattr(devices, "_measured", lambda device: None)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Each device whose operators are there, by name."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    build.load(request.param)
+    return request.param

@@ -52,19 +52,29 @@ def _applies(node: fx.Node) -> bool:
         return False
     if node.target is aten.exp.default and not _gaussian(argument):
         return False
-    return _of_sixteen_bits(argument, _DEEPEST)
+    return _of_sixteen_bits(argument)
 
 
-def _of_sixteen_bits(node: fx.Node, deepest: int) -> bool:
+def _of_sixteen_bits(node: fx.Node) -> bool:
     """``node`` is made of 16-bit numbers alone, element by element."""
+    level = {node}
+    for _ in range(_DEEPEST + 1):
+        level = {made for made in level if not _has_sixteen_bits(made)}
+        if not all(_follows(made) for made in level):
+            return False
+        level = {source for made in level for source in made.all_input_nodes}
+    return not level
+
+
+def _has_sixteen_bits(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and value.dtype in _SIXTEEN_BITS:
-        return True
-    follows = node.target in CASTS or node.target in VIEWS or is_pointwise(node)
-    given = node.all_input_nodes
-    if not follows or not given or not deepest:
-        return False
-    return all(_of_sixteen_bits(source, deepest - 1) for source in given)
+    return isinstance(value, torch.Tensor) and value.dtype in _SIXTEEN_BITS
+
+
+def _follows(node: fx.Node) -> bool:
+    """``node`` is made element by element, of something."""
+    known = node.target in CASTS or node.target in VIEWS or is_pointwise(node)
+    return known and bool(node.all_input_nodes)
 
 
 def _gaussian(exponent: fx.Node) -> bool:

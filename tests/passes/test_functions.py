@@ -111,3 +111,15 @@ def test_inductor_writes_the_same(name):
 
 def test_is_defined_as_torch_wants_operators_to_be():
     torch.library.opcheck(torch.ops.hot.short_function.default, (torch.randn(3, 4), "erf"))
+
+
+@pytest.mark.parametrize("deeper", [0, 1])
+def test_a_deep_argument_is_read_once_a_level_and_only_so_deep(deeper):
+    """Each level reads the one before twice: path by path there are millions of them."""
+
+    def deep(emit, x):
+        for _ in range(functions._DEEPEST - 1 + deeper):  # the cast is one of them
+            x = emit(aten.mul.Tensor, x, x)
+        return emit(SIGMOID, x)
+
+    assert functions.shorten_functions(graph_of(deep)) == 1 - deeper

@@ -16,21 +16,11 @@ from hot_compile.passes import hooks
 from hot_compile.passes.emit import Emitter, node_of
 from hot_compile.passes.gather import gather
 from hot_compile.passes.layers.strategies import STRATEGIES, How
-from hot_compile.runtime.native import build
 from hot_compile.runtime.reference.calls import parse
 from hot_compile.testing import hot_step
 
 hot, aten = torch.ops.hot, torch.ops.aten
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 ALWAYS = {"min_gain": 0, "keep_head": False}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    build.load(request.param)
-    return request.param
 
 
 class Traced:

@@ -22,15 +22,6 @@ LAYER = (
     "%11 %12 %13 = hot::quantize_columns(%1, 0, 1, 8, True, False, False); "
     "%14 = hot::scaled_int_mm(%5, %11, %6, %12, ?%7, ?%13, {dtype}); return %10 %14"
 )
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    build.load(request.param)
-    return request.param
 
 
 def operands(device, rows=33, inputs=48, outputs=20):
