@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import networkx
 import torch
+import torch._inductor.config
 from torch import fx
 
 from hot_compile.passes.emit import describe
@@ -43,7 +44,7 @@ def gather(graph: fx.Graph) -> int:
         late = _late(taken)
         if late:
             waiting += [late, [call for call in taken if call not in late]]
-        elif len(taken) > 1:
+        elif len(taken) > 1 and _callable(taken):
             _hoist(span, taken)
             _replace(graph, taken)
             gathered += 1
@@ -180,10 +181,24 @@ def _hoist(span: Sequence[fx.Node], taken: Sequence[fx.Node]) -> None:
             taken[0].prepend(node)
 
 
-def _replace(graph: fx.Graph, taken: Sequence[fx.Node]) -> None:
-    """One node in the place of ``taken``, before the first of them."""
+def _callable(taken: Sequence[fx.Node]) -> bool:
+    """Inductor's code can call a list of ``taken``.
+
+    Its C++ wrapper takes a list of one tensor for the tensor itself (torch 2.11, mended by 2.14).
+    """
+    return not torch._inductor.config.cpp_wrapper or len(_inside_and_results(taken)[1]) > 1
+
+
+def _inside_and_results(taken: Sequence[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """``taken`` with what they make, and what of it others read."""
     inside = {node for call in taken for node in (call, *_values(call))}
     results = [n for call in taken for n in _values(call) if not inside.issuperset(n.users)]
+    return inside, results
+
+
+def _replace(graph: fx.Graph, taken: Sequence[fx.Node]) -> None:
+    """One node in the place of ``taken``, before the first of them."""
+    inside, results = _inside_and_results(taken)
     given = dict.fromkeys(n for call in taken for n in call.all_input_nodes if n not in inside)
     operands = [node for node in given if isinstance(node.meta["val"], torch.Tensor)]
     sizes = [node for node in given if node not in operands]
