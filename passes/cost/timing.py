@@ -28,10 +28,14 @@ Call = Callable[[], object]
 
 _ROUNDS = 4
 _CALLS = 5
-"""Of a job in one round on a GPU, in a row; on a CPU one."""
-_HEATING = 0.3
-"""Seconds of products before the first round: a GPU at rest is faster than it stays."""
-_LIMIT = 0.6
+"""Of a job on a GPU, in a row, to learn how long one takes; on a CPU one is all."""
+_SUSTAINED = 0.03
+"""Seconds that a GPU does nothing else before a job is timed, and then for as long.
+
+What draws much power is slowed down after some milliseconds, and stays slow in a training step:
+bf16 products more than INT8's.
+"""
+_LIMIT = 0.9
 """Seconds that a job may take in all; then it gets no more rounds."""
 _TINY_CALLS = 100
 _PAUSE = 20_000_000
@@ -76,7 +80,6 @@ def measure(device: torch.device, table: Rates) -> Rates:
         RuntimeError: the device could not do it, for want of memory among others.
     """
     with _undisturbed(device):
-        _heat(device)
         host, start = _calls(device)
         called = dataclasses.replace(table, launch=host, start=start)
         jobs = _jobs(device, called)
@@ -115,30 +118,29 @@ def _round(call: Call, device: torch.device) -> float:
         began = time.perf_counter()
         call()
         return time.perf_counter() - began
-    return _between_events(call, _CALLS, device) / _CALLS
+    once = _between_events(call, _CALLS, device) / _CALLS
+    calls = max(_CALLS, round(_SUSTAINED / once))
+    return _between_events(call, calls, device, before=calls) / calls
 
 
-def _between_events(call: Call, times: int, device: torch.device, pause: int = 0) -> float:
-    """Seconds that a GPU works on calls in a row, after a ``pause`` of so many cycles."""
+def _between_events(
+    call: Call, times: int, device: torch.device, *, before: int = 0, pause: int = 0
+) -> float:
+    """Seconds that a GPU works on ``times`` calls in a row.
+
+    ``before``: so many of them come untimed first; ``pause``: and cycles of waiting.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if pause:
         torch.cuda._sleep(pause)
+    for _ in range(before):
+        call()
     start.record()
     for _ in range(times):
         call()
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / 1e3
-
-
-def _heat(device: torch.device) -> None:
-    """Bring a GPU to the clock that it has in training."""
-    if device.type != "cuda":
-        return
-    call = _exact(device, "bfloat16", *_PRODUCTS["cuda"][-1]).make()
-    began = time.perf_counter()
-    while time.perf_counter() - began < _HEATING:
-        _between_events(call, _CALLS, device)
 
 
 def _rates(jobs: list[Job], best: list[float], table: Rates, device: torch.device) -> Rates:
@@ -301,7 +303,7 @@ def _calls(device: torch.device) -> tuple[float, float]:
     if device.type != "cuda":
         return host, 0.0
     # queued behind a pause, it does not wait for the host
-    queued = [_between_events(call, _TINY_CALLS, device, _PAUSE) for _ in range(_ROUNDS)]
+    queued = [_between_events(call, _TINY_CALLS, device, pause=_PAUSE) for _ in range(_ROUNDS)]
     return host, min(queued) / _TINY_CALLS
 
 
