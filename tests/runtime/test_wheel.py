@@ -112,6 +112,11 @@ def test_the_oldest_system_is_read_off_a_library(tmp_path):
         wheel.oldest_glibc(tmp_path / "lib.so")
 
 
+def test_our_own_library_loads_where_torch_does():
+    """Torch's own wheels ask for glibc 2.28."""
+    assert wheel.oldest_glibc(build.build(build.extension_for("cpu"))) <= 28
+
+
 def other_wheel(folder: Path, sources: str) -> Path:
     """A wheel with a library for CUDA 12."""
     made = library(folder, name="hot_cuda-cu12.so")
