@@ -5,6 +5,10 @@ agree. What is not installed is skipped: ``pip install 'hot-compile[trainers]'``
 """
 
 import functools
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -180,30 +184,62 @@ def test_lightning(tmp_path, precision):
     agree(train)
 
 
-def step_of(strategy, folder, data, prepare=lambda model: model):
-    """Loss of what two processes trained together."""
-    lightning = pytest.importorskip("lightning")
-    torch.manual_seed(0)
-    module = lightning_module(prepare)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    made = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, default_root_dir=folder,
-        enable_checkpointing=False, **quiet,
-    )  # fmt: skip
-    made.fit(module, torch.utils.data.DataLoader(data, batch_size=32))
-    (x,) = data.tensors
-    return F.mse_loss(module.net(x), x).item()
+DDP = """
+import sys
+import lightning
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+    def training_step(self, batch, _):
+        return F.mse_loss(self(batch[0]), batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+torch.manual_seed(0)
+module, x = Module(), torch.randn(256, 64)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=32)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
+trainer.fit(torch.compile(module, backend=sys.argv[1]), data)
+print("loss", F.mse_loss(module(x), x).item())
+"""
 
 
-def test_lightning_ddp_in_two_processes(tmp_path, monkeypatch):
-    data = torch.utils.data.TensorDataset(torch.randn(64 * STEPS, 64))
-    want = step_of("ddp_spawn", tmp_path, data)
-    assert step_of("ddp_fork", tmp_path, data, by_name) == pytest.approx(want, rel=0.02)
+def test_lightning_ddp_in_two_processes(tmp_path):
+    pytest.importorskip("lightning")
+    script = tmp_path / "train.py"
+    script.write_text(DDP)
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start += ["-m", "hot_compile", "run", "--set", "min_gain=0"]
 
+    def final(backend):
+        done = subprocess.run(
+            [sys.executable, *start, str(script), backend],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        )
+        assert done.returncode == 0, done.stderr
+        (first, second) = re.findall(r"loss (\S+)", done.stdout)
+        assert first == second
+        return float(first), done.stderr
 
-def by_name(model):
-    model.compile(backend="hot", options=ALWAYS)
-    return model
+    want, _ = final("eager")
+    got, told = final("inductor")
+    assert got == pytest.approx(want, rel=0.02)
+    assert re.search(r"[1-9]\d* of \d+ products rewritten", told), told
 
 
 def test_diffusers(tmp_path):
