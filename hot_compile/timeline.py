@@ -49,13 +49,13 @@ def held_over_step(reports: Sequence[GraphReport], turn: float | None = None) ->
         raise ValueError("got a report without its graphs; expected one of explain's.")
     lengths = [tuple(len(_joint(r) & _names(r.stages[side])) for side in _SIDES) for r in reports]
     forward, backward = (sum(side) for side in zip(*lengths, strict=True)) if lengths else (0, 0)
-    changes: list[tuple[int, int, int]] = []  # (place, bytes stored, bytes uncompressed)
+    changes: list[tuple[int, tuple[int, int]]] = []  # (place, bytes (stored, uncompressed))
     begin, end = 0, forward + backward
     for report, (ahead, back) in zip(reports, lengths, strict=True):
         for crossing, (made, read) in _lives(report).items():
             sizes = crossing.bytes, crossing.bytes_before
-            changes.append((begin + made, *sizes))
-            changes.append((end - back + read, -sizes[0], -sizes[1]))
+            changes.append((begin + made, sizes))
+            changes.append((end - back + read, (-sizes[0], -sizes[1])))
         begin, end = begin + ahead, end - back
     whole = forward + backward
     middle = forward / max(1, whole) if turn is None else turn
@@ -65,7 +65,7 @@ def held_over_step(reports: Sequence[GraphReport], turn: float | None = None) ->
             return place / forward * middle
         return 1.0 - (whole - place) / max(1, backward) * (1.0 - middle)
 
-    return Timeline(_summed((share(place), *sizes) for place, *sizes in changes), middle)
+    return Timeline(_summed((share(place), *sizes) for place, sizes in changes), middle)
 
 
 _SIDES = (FORWARD, BACKWARD)

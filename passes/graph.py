@@ -63,15 +63,14 @@ def named_inputs(graph: fx.Graph, names: Sequence[str | None]) -> dict[fx.Node, 
     tensor subclasses apart (a DTensor into its shard and its mesh); its descriptors say which is
     which. Where it gave none, as in graphs made by hand, the place counts.
     """
-    by_place = dict(enumerate(names))
     found = {}
     for place, node in enumerate(placeholders(graph)):
-        described = node.meta.get("desc")
+        described: Any = node.meta.get("desc")
         while hasattr(described, "base"):
             described = described.base
-        index = place if described is None else getattr(described, "idx", None)
-        name = None if is_tangent(node) else by_place.get(index)
-        if name:
+        index = place if described is None else getattr(described, "idx", len(names))
+        name = names[index] if index < len(names) else None
+        if name and not is_tangent(node):
             found[node] = name
     return found
 
