@@ -16,18 +16,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from .backend import hot
 from .inspect import check_arguments, head_table, megabytes, predicted_time
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .page import save_page
 from .passes.head.plan import HeadDecision
 from .passes.measure.profile import Profile
 from .passes.storage.record import Crossing
-from .record import GraphReport, Reports
+from .record import GraphReport
+from .stock import FLAGS, Compared
 from .tables import PlainTable
 from .unchanged import Reached, reached, unchanged
-
-_STOCK = ("exact", "exact+recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +55,8 @@ class MemoryReport:
     """Products that go in chunks with their loss: what of them never exists does not cross."""
     graphs: tuple[GraphReport, ...] = ()
     """Of ``hot``: what was done to each, as ``explain`` tells it."""
+    stock: Mapping[str, Sequence[GraphReport]] = dataclasses.field(default_factory=dict, repr=False)
+    """By configuration other than ``hot``: the same graphs, as they are traced there."""
 
     @property
     def predicted_held_bytes(self) -> int:
@@ -88,7 +88,7 @@ class MemoryReport:
 
         ``profile``: what calibration measured, or its file; the layers' errors are then shown.
         """
-        save_page(path, self.graphs, self.measured, profile)
+        save_page(path, self.graphs, self.measured, profile, stock=self.stock)
 
     def save_png(self, path: str | Path) -> None:
         """Bar chart of held bytes and peak by configuration.
@@ -175,22 +175,18 @@ def memory_report(
             loss can be made of; ``options`` is no dict.
     """
     check_arguments("memory_report", model, options)
-    reports = Reports()
-    ours = functools.partial(hot, options=options, recorder=reports)
+    compared = Compared()
     step = _Step(model, inputs, keywords, loss_fn or _loss, reached(model, inputs, keywords))
     measured = {}
-    for name in _STOCK:
-        with functorch_config.patch(_recomputation(name)):
+    for name, flags in FLAGS.items():
+        with functorch_config.patch(dict(flags)):
             measured[name] = _measure(step, "inductor")
-    measured["hot"] = _measure(step, ours)
-    crossing = (c for graph in reports.graphs for c in graph.crossing)
-    heads = tuple(head for graph in reports.graphs for head in graph.plan.heads)
+    measured["hot"] = _measure(step, compared.backend(options))
+    graphs = tuple(compared.graphs)
+    crossing = (c for graph in graphs for c in graph.crossing)
+    heads = tuple(head for graph in graphs for head in graph.plan.heads)
     largest_first = tuple(sorted(crossing, key=lambda c: -c.bytes))
-    return MemoryReport(largest_first, measured, heads, tuple(reports.graphs))
-
-
-def _recomputation(name: str) -> dict[str, bool]:
-    return {"ban_recompute_materialized_backward": False} if name.endswith("recompute") else {}
+    return MemoryReport(largest_first, measured, heads, graphs, compared.stock)
 
 
 def _loss(output: Any) -> Tensor:

@@ -55,6 +55,24 @@ def run(
     raise typer.Exit(code)
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def report(
+    script: Annotated[str, typer.Argument(help="a Python file, or with -m a module")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the page")] = Path("report.html"),
+    recipe: Annotated[str | None, typer.Option(help="base recipe, e.g. fast")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
+) -> None:
+    """Run a script as ``run`` does, to its end, and write one page (HTML) of all that was done."""
+    run(script, arguments, recipe, settings, module, output)
+
+
 @app.command()
 def build(
     device: Annotated[

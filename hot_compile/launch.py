@@ -25,8 +25,8 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 from .backend import check_options, hot
 from .errors import OptionError, ScriptError
 from .page import save_page
-from .record import Reports
-from .summary import Summary, graph_key
+from .stock import Compared
+from .summary import Figures, Summary, graph_key
 
 
 def parse_settings(settings: Sequence[str], recipe: str | None = None) -> dict[str, Any]:
@@ -63,11 +63,11 @@ class _Default:
     __name__ = "hot"  # torch shows it
 
     def __init__(
-        self, options: Mapping[str, Any], summary: Summary, recorder: Reports | None
+        self, options: Mapping[str, Any], summary: Summary, compared: Compared | None
     ) -> None:
         self._options = dict(options)
         self._summary = summary
-        self._recorder = recorder
+        self._compared = compared
         self.reset = reset_cudagraph_trees  # torch.compiler.reset() calls it, as the backend's own
 
     def __call__(
@@ -80,23 +80,23 @@ class _Default:
     ) -> Any:
         merged = {**(options or {}), **self._options}
         listener = self._summary.listener(graph_key(gm, example_inputs, mode, merged))
+        recorder = self._compared.recorder(gm, example_inputs) if self._compared else None
         return hot(
-            gm, example_inputs, mode=mode, options=merged,
-            recorder=self._recorder, listener=listener,
-        )  # fmt: skip
+            gm, example_inputs, mode=mode, options=merged, recorder=recorder, listener=listener
+        )
 
 
 @contextlib.contextmanager
 def hot_by_default(
-    options: Mapping[str, Any], recorder: Reports | None = None
+    options: Mapping[str, Any], compared: Compared | None = None
 ) -> Iterator[Summary]:
     """Inside, ``torch.compile`` without a backend, or with "inductor", compiles by "hot".
 
     Every other backend stays. ``options`` lie over those that torch.compile's caller gives.
-    ``recorder`` keeps all of every graph, which is then compiled anew.
+    ``compared`` keeps all of every graph, which is then traced as stock, too, and compiled anew.
     """
     stock, summary = torch.compile, Summary()
-    default = _Default(options, summary, recorder)
+    default = _Default(options, summary, compared)
 
     @functools.wraps(stock)
     def compile_hot(model: Any = None, *, backend: Any = None, **keywords: Any) -> Any:
@@ -133,11 +133,11 @@ def run(
         ScriptError: there is no such script or module, or no folder for the report.
     """
     report = _writable(report)
-    recorder = Reports() if report else None
+    compared = Compared() if report else None
     own = _module_as_main if module else _script_as_main
     start = own(script, arguments)
     sys.excepthook = sys.__excepthook__  # the command line's parser has put its own there
-    with hot_by_default(options, recorder) as summary:
+    with hot_by_default(options, compared) as summary:
         try:
             start()
         except SystemExit:
@@ -148,9 +148,19 @@ def run(
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         finally:
             summary.print()
-            if report and recorder and recorder.graphs and summary.is_first:
-                save_page(report, recorder.graphs, title=script)
+            if report and compared and summary.is_first:
+                _save(report, compared, script)
     return 0
+
+
+def _save(path: Path, compared: Compared, title: str) -> None:
+    """Write the page, if anything was compiled; of the same layers the last graph counts."""
+    last = {Figures.of(graph).layers: n for n, graph in enumerate(compared.graphs)}.values()
+    graphs = [compared.graphs[n] for n in last]
+    stock = {name: [each[n] for n in last] for name, each in compared.stock.items()}
+    if graphs:
+        save_page(path, graphs, title=title, stock=stock)
+        print(f"hot: wrote {path}", file=sys.stderr)
 
 
 def _writable(report: Path | None) -> Path | None:

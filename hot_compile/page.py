@@ -32,6 +32,7 @@ def save_page(
     measured: Mapping[str, Any] | None = None,
     profile: Profile | str | Path | None = None,
     title: str = "",
+    stock: Mapping[str, Sequence[GraphReport]] | None = None,
 ) -> None:
     """Write the page to ``path``. It reads nothing from anywhere else.
 
@@ -40,13 +41,14 @@ def save_page(
         measured: by configuration, ``Measured`` of ``memory_report``.
         profile: what calibration measured, or its file, for the layers' errors.
         title: what it is a report of.
+        stock: by configuration, what others would make of the same graphs.
 
     Raises:
         ValueError: the reports have no graphs.
         ProfileFormatError: ``profile`` is a file that is none.
     """
     profile = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
-    content = {"title": title, **page_data(graphs, measured, profile)}
+    content = {"title": title, **page_data(graphs, measured, profile, stock)}
     data = json.dumps(content, separators=(",", ":"))
     template = resources.files("hot_compile").joinpath("page.html").read_text(encoding="utf-8")
     Path(path).write_text(template.replace(_PLACE, _harmless(data)), encoding="utf-8")
@@ -63,6 +65,7 @@ def page_data(
     graphs: Sequence[GraphReport],
     measured: Mapping[str, Any] | None = None,
     profile: Profile | None = None,
+    stock: Mapping[str, Sequence[GraphReport]] | None = None,
 ) -> dict[str, Any]:
     """All that the page shows, JSON-ready; sizes in bytes."""
     timeline = held_over_step(graphs)
@@ -89,6 +92,10 @@ def page_data(
             for c in graph.crossing
         ],
         "timeline": [[round(p.at, 5), p.stored, p.uncompressed] for p in timeline.points],
+        "stock": {
+            name: [[round(p.at, 5), p.stored] for p in held_over_step(others, timeline.turn).points]
+            for name, others in (stock or {}).items()
+        },
         "turn": timeline.turn,
         "graphs": [
             {stage: _nodes(stage_of(graph, stage)[0]) for stage in ("before", "after")}

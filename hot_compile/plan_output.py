@@ -16,7 +16,6 @@ from .inspect import Explanation, megabytes
 from .page import save_page
 from .passes.cost.devices import CAPABILITIES
 from .planning import (
-    STOCK,
     Made,
     Prediction,
     largest_batch,
@@ -24,6 +23,7 @@ from .planning import (
     memory_bytes,
     predict,
 )
+from .stock import STOCK
 from .tables import PlainTable
 
 _MEASURED_ON = {(9, 0): "an H200", "cpu": "two cores with AVX-512 VNNI"}
@@ -66,7 +66,7 @@ def show(
         text = f"largest that fits into {memory} so counted: {mine}; Inductor as it is: {theirs}"
         console.print(text, markup=False)
     if html is not None:
-        save_page(html, both[0].graphs, title=title)
+        save_page(html, both[0].graphs, title=title, stock={"exact": both[1].graphs})
         console.print(f"wrote {html}", markup=False)
 
 

@@ -31,8 +31,6 @@ DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.floa
 """By name: what autocast makes of products; None: fp32, or TF32 on CUDA."""
 OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps of each parameter, as large as the parameter."""
-STOCK = {"recipe": "exact", "memory": "off", "exact_forms": False, "head": "off"}
-"""Options that leave a graph as Inductor has it."""
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 _TRIES = 8
 

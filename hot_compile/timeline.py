@@ -30,12 +30,17 @@ class Timeline:
     turn: float
 
 
-def held_over_step(reports: Sequence[GraphReport]) -> Timeline:
+def held_over_step(reports: Sequence[GraphReport], turn: float | None = None) -> Timeline:
     """What crosses, from where the forward makes it to where the backward first reads it.
 
     The forwards of several graphs run in their order, the backwards in the opposite one. Operations
     that pack and restore count no place of their own. What either side needs for itself,
     parameters, gradients and inputs are not counted.
+
+    Args:
+        reports: of one step, in order.
+        turn: where the backward is to begin, so that it does so in several timelines side by side;
+            by default after the forward's share of all operations.
 
     Raises:
         ValueError: a report has no graphs.
@@ -44,16 +49,23 @@ def held_over_step(reports: Sequence[GraphReport]) -> Timeline:
         raise ValueError("got a report without its graphs; expected one of explain's.")
     lengths = [tuple(len(_joint(r) & _names(r.stages[side])) for side in _SIDES) for r in reports]
     forward, backward = (sum(side) for side in zip(*lengths, strict=True)) if lengths else (0, 0)
-    changes: list[tuple[int, int, int]] = []
+    changes: list[tuple[int, tuple[int, int]]] = []  # (place, bytes (stored, uncompressed))
     begin, end = 0, forward + backward
     for report, (ahead, back) in zip(reports, lengths, strict=True):
         for crossing, (made, read) in _lives(report).items():
             sizes = crossing.bytes, crossing.bytes_before
-            changes.append((begin + made, *sizes))
-            changes.append((end - back + read, -sizes[0], -sizes[1]))
+            changes.append((begin + made, sizes))
+            changes.append((end - back + read, (-sizes[0], -sizes[1])))
         begin, end = begin + ahead, end - back
-    whole = max(1, forward + backward)
-    return Timeline(_summed(changes, whole), forward / whole)
+    whole = forward + backward
+    middle = forward / max(1, whole) if turn is None else turn
+
+    def share(place: int) -> float:
+        if place < forward:
+            return place / forward * middle
+        return 1.0 - (whole - place) / max(1, backward) * (1.0 - middle)
+
+    return Timeline(_summed((share(place), *sizes) for place, sizes in changes), middle)
 
 
 _SIDES = (FORWARD, BACKWARD)
@@ -95,10 +107,10 @@ def _lives(report: GraphReport) -> dict[Crossing, tuple[int, int]]:
     }
 
 
-def _summed(changes: Iterable[tuple[int, int, int]], whole: int) -> tuple[Point, ...]:
+def _summed(changes: Iterable[tuple[float, int, int]]) -> tuple[Point, ...]:
     points = [Point(0.0, 0, 0)]
     for place, stored, uncompressed in sorted(changes):
         before = points[-1]
-        now = Point(place / whole, before.stored + stored, before.uncompressed + uncompressed)
+        now = Point(place, before.stored + stored, before.uncompressed + uncompressed)
         points[-1:] = [now] if before.at == now.at else [before, now]
     return tuple(points)

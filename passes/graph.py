@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -54,6 +54,25 @@ def readable(graph: fx.Graph | fx.GraphModule) -> str:
 def is_tangent(node: fx.Node) -> bool:
     """A placeholder that holds the gradient of a user-visible output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def named_inputs(graph: fx.Graph, names: Sequence[str | None]) -> dict[fx.Node, str]:
+    """Placeholder -> name of the parameter that it is, or is a part of.
+
+    ``names`` has one for every input of Dynamo's graph. AOTAutograd moves and adds inputs and takes
+    tensor subclasses apart (a DTensor into its shard and its mesh); its descriptors say which is
+    which. Where it gave none, as in graphs made by hand, the place counts.
+    """
+    found = {}
+    for place, node in enumerate(placeholders(graph)):
+        described: Any = node.meta.get("desc")
+        while hasattr(described, "base"):
+            described = described.base
+        index = place if described is None else getattr(described, "idx", len(names))
+        name = names[index] if index < len(names) else None
+        if name and not is_tangent(node):
+            found[node] = name
+    return found
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
@@ -432,34 +431,3 @@ def test_accelerate_trains_a_model_compiled_in_place():
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert list(helper.unwrap_model(prepared).state_dict()) == list(Net().state_dict())
-
-
-def two_ranks(rank, folder, sharded):
-    """One of two processes: its half of the batch gives the gradients of the whole batch."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = nn.Sequential(Net(), Net())
-    exact, x = copy.deepcopy(model), torch.randn(2, 64, 128)
-    exact(x.flatten(0, 1)).square().mean().backward()
-    reports = Reports()
-    backend = functools.partial(hot, options=ALWAYS, recorder=reports, inner_compile=run_uncompiled)
-    if sharded:
-        for part in model:
-            fully_shard(part)
-        compiled = torch.compile(fully_shard(model), backend=backend)
-    else:
-        compiled = torch.compile(nn.parallel.DistributedDataParallel(model), backend=backend)
-    compiled(x[rank]).square().mean().backward()
-    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
-        got = mine.grad.full_tensor() if sharded else mine.grad
-        assert cosine(got, theirs.grad) > 0.98
-    assert sum(len(graph.plan.rewritten) for graph in reports.graphs) == 6
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-def test_two_processes(tmp_path, sharded):
-    torch.multiprocessing.spawn(two_ranks, (tmp_path, sharded), nprocs=2)

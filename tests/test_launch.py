@@ -16,6 +16,7 @@ from hot_compile.cli import app
 from hot_compile.errors import OptionError, ScriptError
 from hot_compile.launch import hot_by_default, parse_settings
 from hot_compile.record import run_uncompiled
+from hot_compile.stock import FLAGS
 
 ALWAYS = {"min_gain": 0, "keep_head": False}
 X = torch.randn(48, 64)
@@ -256,10 +257,35 @@ def test_a_page_of_what_a_script_did(seen, process, tmp_path, monkeypatch):
     command = ["run", "--report", "page.html", "--set", "min_gain=0", str(script)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    page = (tmp_path / "page.html").read_text()
-    data = json.loads(re.search(r'id="data"[^>]*>(.*?)</script>', page, re.S).group(1))
+    data = page_of(tmp_path / "page.html")
     assert data["title"] == str(script)
     assert [layer["strategy"] for layer in data["layers"]] == ["int4", "exact"]  # and the head
+
+
+def page_of(path):
+    text = path.read_text()
+    return json.loads(re.search(r'id="data"[^>]*>(.*?)</script>', text, re.S).group(1))
+
+
+def test_report_compares_a_script_with_stock(seen, process, tmp_path, monkeypatch):
+    """Of layers that are compiled for two batches the last counts."""
+    twice = STEP.replace("torch.compile(model)(torch.randn(48, 64)", "STEP(torch.randn(N, 64)")
+    script = tmp_path / "script.py"
+    script.write_text(
+        twice.replace(
+            "STEP(", "step = torch.compile(model, dynamic=False)\nfor N in (48, 64): step("
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(
+        app, ["report", "--set", "min_gain=0", str(script), "--output", "x"]
+    )
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "x").exists()  # that is the script's own
+    data = page_of(tmp_path / "report.html")
+    assert [layer["shape"][0] for layer in data["layers"]] == ["64", "64"]
+    exact, flag = (max(held for _, held in data["stock"][name]) for name in FLAGS)
+    assert exact > flag >= data["held"] > 0
 
 
 @pytest.mark.parametrize("report", ["nowhere/page.html", "."])

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from hot_compile import Profile, explain, memory_report
+from hot_compile.backend import hot
 from hot_compile.page import page_data, save_page
 from hot_compile.passes.measure.profile import LayerProfile, Measure, gw_variant, gx_variant
-from hot_compile.record import NO_PLAN, GraphReport
+from hot_compile.record import NO_PLAN, GraphReport, run_uncompiled
+from hot_compile.stock import Compared
 from hot_compile.timeline import held_over_step
 
 OPTIONS = {"min_gain": 0, "memory_min_bytes": 1, "exclude": ["*script*"]}
@@ -142,6 +144,34 @@ def test_forwards_run_in_order_and_backwards_the_other_way(explained):
     assert max(middle) <= max(p.stored for p in once.points) < max(p.stored for p in twice.points)
 
 
+def test_timelines_side_by_side_turn_at_one_place(explained):
+    own = held_over_step(explained.graphs)
+    moved = held_over_step(explained.graphs, turn=0.5)
+    assert moved.turn == 0.5 != own.turn
+    assert [p.stored for p in moved.points] == [p.stored for p in own.points]
+    sides = [[p.at <= timeline.turn for p in timeline.points] for timeline in (own, moved)]
+    assert sides[0] == sides[1]
+    assert all(0 <= p.at <= 1 for p in moved.points)
+
+
+def test_stock_and_its_flag_lie_beside(tmp_path):
+    compared = Compared()
+
+    def backend(gm, inputs):
+        recorder = compared.recorder(gm, inputs)
+        return hot(gm, inputs, options=OPTIONS, recorder=recorder, inner_compile=run_uncompiled)
+
+    step = torch.compile(model(), backend=backend)
+    step(torch.randn(256, 64)).square().mean().backward()
+    torch._dynamo.reset()
+    save_page(tmp_path / "report.html", compared.graphs, stock=compared.stock)
+    _, data = read(tmp_path / "report.html")
+    assert list(data["stock"]) == ["exact", "exact+recompute"]
+    most = [max(held for _, held in points) for points in data["stock"].values()]
+    assert most[0] > most[1] > data["held"]
+    assert all(points[-1][1] == 0 for points in data["stock"].values())
+
+
 def test_a_report_without_graphs_says_so(tmp_path):
     with pytest.raises(ValueError, match="a report without its graphs"):
         save_page(tmp_path / "report.html", [GraphReport(NO_PLAN, ())])
@@ -182,6 +212,8 @@ window.addEventListener("load", () => {
   document.getElementById("closer").click();
   said.zoomed = box !== document.getElementById("after").getAttribute("viewBox");
   said.glance = document.getElementById("glance").textContent;
+  said.curves = all("timeline", ".curve").length;
+  said.legends = all("timeline", ".legend").map(text => text.textContent);
   said.measured = document.getElementById("measured")?.textContent;
   document.body.replaceChildren(JSON.stringify(said));
 });
@@ -224,6 +256,9 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert said["zoomed"]
     assert NASTY in said["glance"]
     assert "exact+recompute" in said["measured"]
+    assert said["curves"] == len(said["legends"]) == 3
+    for name, text in zip(("exact", "exact+recompute", "hot"), said["legends"], strict=True):
+        assert f" {name}, most " in text
 
 
 @pytest.mark.slow

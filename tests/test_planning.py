@@ -19,12 +19,12 @@ from hot_compile.passes.cost.linear import Rates
 from hot_compile.planning import (
     DTYPES,
     OPTIMIZERS,
-    STOCK,
     largest_batch,
     maker,
     memory_bytes,
     predict,
 )
+from hot_compile.stock import STOCK
 
 MODULE = """
 import torch

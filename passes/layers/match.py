@@ -22,6 +22,7 @@ from hot_compile.passes.graph import (
     closure,
     is_tangent,
     module_path,
+    named_inputs,
     placeholders,
     reaches,
     strip,
@@ -76,7 +77,7 @@ class _Context:
 
     def __init__(self, graph: fx.Graph, tangents: list[fx.Node], inputs: GraphInputs) -> None:
         self.backward = closure(tangents)
-        self.names = _placeholder_names(graph, inputs)
+        self.names = named_inputs(graph, inputs.parameters)
         users = [n for n in placeholders(graph) if _is_user_tensor(n) and n not in self.names]
         self.activations = closure(users) if inputs.parameters else set()
         self.known_inputs = bool(inputs.parameters)
@@ -255,16 +256,6 @@ def _is_transposed(node: fx.Node, of: fx.Node | None) -> bool:
     """``node`` is the transpose of ``of`` (of anything, when ``of`` is None)."""
     base, flip = untranspose(node)
     return flip if of is None else (base, not flip) == untranspose(of)
-
-
-def _placeholder_names(graph: fx.Graph, inputs: GraphInputs) -> dict[fx.Node, str]:
-    """Placeholder -> parameter name, through AOTAutograd's input descriptors."""
-    names = {}
-    for position, node in enumerate(placeholders(graph)):
-        index = getattr(node.meta.get("desc"), "idx", position)
-        if not is_tangent(node) and index < len(inputs.parameters) and inputs.parameters[index]:
-            names[node] = inputs.parameters[index]
-    return names  # type: ignore[return-value]
 
 
 def _looks_like_weight(node: fx.Node) -> bool:

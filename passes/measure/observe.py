@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds an operator to)
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten, is_tangent, placeholders, returned
+from hot_compile.passes.graph import aten, is_tangent, named_inputs, placeholders, returned
 from hot_compile.passes.layers.plan import Decision, batch_problem
 from hot_compile.passes.measure.sketch import sketch
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes, hint
@@ -188,8 +188,9 @@ def observe_gradients(
     results = returned(graph)
     first = len(results) - len(inputs)  # gradients of all inputs come last
     output = graph.output_node()
-    for place, (node, name) in enumerate(zip(inputs, names, strict=False), first):
-        gradient = results[place]
+    known = named_inputs(graph, names)
+    for place, node in enumerate(inputs, first):
+        gradient, name = results[place], known.get(node)
         if name is None or not isinstance(gradient, fx.Node) or gradient in results[:first]:
             continue
         emit = Emitter(graph, gradient.next, gradient, stays=True)  # here, not when all are there

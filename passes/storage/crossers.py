@@ -16,6 +16,7 @@ from hot_compile.passes.graph import (
     VIEWS,
     closure,
     module_path,
+    named_inputs,
     placeholders,
     returned,
     strip,
@@ -205,10 +206,9 @@ def is_packed(node: fx.Node) -> bool:
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
     """Nodes that depend on more than parameters; random masks count."""
-    names = dict(enumerate(inputs.parameters))
-    given = placeholders(forward)
-    weights = closure(node for index, node in enumerate(given) if names.get(index))
-    data = closure(node for index, node in enumerate(given) if not names.get(index))
+    names = named_inputs(forward, inputs.parameters)
+    weights = closure(names)
+    data = closure(node for node in placeholders(forward) if node not in names)
     return data | {node for node in forward.nodes if node not in weights}
 
 

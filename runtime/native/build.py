@@ -192,14 +192,16 @@ def build(extension: Extension) -> Path:
 
 def _build_into(extension: Extension, compiler: tuple[str, ...], target: Path) -> None:
     console = Console(stderr=True, highlight=False, markup=False)
-    console.print(f"hot_compile: building {extension.name} with {' '.join(compiler)}, once ...")
+    compiling = f"hot_compile: building {extension.name} with {' '.join(compiler)}, once ..."
+    console.print(compiling, soft_wrap=True)  # one line, however long a path is
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=f"{extension.name}-build-") as folder:
         library = _run_ninja(extension, compiler, Path(folder))
         target.parent.mkdir(exist_ok=True)
         os.replace(library, target)
     seconds = time.perf_counter() - start
-    console.print(f"hot_compile: built {extension.name} in {seconds:.1f} s -> {target}")
+    built = f"hot_compile: built {extension.name} in {seconds:.1f} s -> {target}"
+    console.print(built, soft_wrap=True)
 
 
 def extension_for(device_type: str) -> Extension:

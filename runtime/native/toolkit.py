@@ -30,6 +30,7 @@ _PLAIN = (
     *("quantize/ops.cu", "quantize/pack_int4.cu", "one_read/ops.cu", "one_read/weight.cu"),
     *("storage/ops.cu", "storage/compress_int4.cu", "storage/expand_int4.cu"),
     *("storage/compress_int8.cu", "storage/rescale.cu", "calls/ops.cu"),
+    "common/old_glibc.cu",
 )
 # Slow to compile, so once for each variant, side by side: see csrc/cuda/common/variant.hpp.
 _PER_ELEMENT = (

@@ -49,6 +49,16 @@ def test_second_build_is_a_cache_hit(tiny, tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.so"]
 
 
+def test_a_build_says_one_line_before_and_one_after(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")  # narrower than any path
+    path = build.build(tiny)
+    before, after = capsys.readouterr().err.splitlines()
+    assert before.startswith("hot_compile: building tiny with ")
+    assert after.endswith(f"-> {path}")
+    build.build(tiny)
+    assert not capsys.readouterr().err
+
+
 def test_concurrent_builds_build_once(tiny, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(build.build, [tiny] * 4))

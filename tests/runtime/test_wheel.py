@@ -7,6 +7,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -112,6 +113,11 @@ def test_the_oldest_system_is_read_off_a_library(tmp_path):
         wheel.oldest_glibc(tmp_path / "lib.so")
 
 
+def test_our_own_library_loads_where_torch_does():
+    """Torch's own wheels ask for glibc 2.28."""
+    assert wheel.oldest_glibc(build.build(build.extension_for("cpu"))) <= 28
+
+
 def other_wheel(folder: Path, sources: str) -> Path:
     """A wheel with a library for CUDA 12."""
     made = library(folder, name="hot_cuda-cu12.so")
@@ -146,6 +152,28 @@ def test_a_wheel_is_made_of_the_tree_that_runs(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with pytest.raises(BuildError, match="expected the source tree"):
         wheel.make_wheel(tmp_path, tmp_path)
+
+
+FOLDERS = ("hot_compile", "passes", "runtime", "tests", "docs", "examples", "benchmarks")
+SDIST = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+
+
+def test_the_source_distribution_has_every_file(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", prebuilt.FOLDER.name)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for path in ROOT.iterdir():
+        if path.suffix in (".md", ".toml", ".in") or path.name == "LICENSE":
+            shutil.copy(path, tmp_path)
+    wanted = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    done = subprocess.run(
+        [sys.executable, "-c", SDIST], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    path = tmp_path / "dist" / done.stdout.split()[-1]
+    with tarfile.open(path) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    assert not wanted - found
+    assert path.stat().st_size < 5 * 2**20
 
 
 TRAIN = """

@@ -1,0 +1,61 @@
+"""What Inductor as it is, and told that it may recompute, would keep: traced beside "hot"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+
+from .backend import hot
+from .observing.watching import twin
+from .passes.pipeline import Recorder
+from .record import GraphReport, Reports, run_uncompiled
+
+STOCK = {"recipe": "exact", "memory": "off", "exact_forms": False, "head": "off"}
+"""Options that leave a graph as Inductor has it."""
+FLAGS: Mapping[str, Mapping[str, bool]] = {
+    "exact": {},
+    "exact+recompute": {"ban_recompute_materialized_backward": False},
+}
+"""By configuration: functorch's settings. ``exact`` is Inductor as it is; ``exact+recompute`` is
+Inductor told that it may recompute pointwise results."""
+
+
+class Compared:
+    """Keeps every graph's report, as "hot" and as each of ``FLAGS``."""
+
+    def __init__(self) -> None:
+        self.ours = Reports()
+        self._stock = {name: Reports() for name in FLAGS}
+
+    @property
+    def graphs(self) -> list[GraphReport]:
+        """As "hot"."""
+        return self.ours.graphs
+
+    @property
+    def stock(self) -> dict[str, list[GraphReport]]:
+        """By configuration: the same graphs, in the same order."""
+        return {name: reports.graphs for name, reports in self._stock.items()}
+
+    def recorder(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Recorder:
+        """Trace one of Dynamo's graphs as stock; returns whom "hot" is to tell of it."""
+        for name, reports in self._stock.items():
+            with functorch_config.patch(dict(FLAGS[name])):
+                hot(
+                    twin(gm), example_inputs, options=STOCK, recorder=reports,
+                    inner_compile=run_uncompiled,
+                )  # fmt: skip
+        return self.ours
+
+    def backend(self, options: Mapping[str, Any] | None) -> Any:
+        """``torch.compile``'s backend "hot" with ``options``, compared."""
+
+        def compared(gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor], **_: Any) -> Any:
+            recorder = self.recorder(gm, example_inputs)
+            return hot(gm, example_inputs, options=options, recorder=recorder)
+
+        return compared

@@ -1,0 +1,1 @@
+#include "common/old_glibc.hpp"
