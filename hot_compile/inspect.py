@@ -217,21 +217,35 @@ def explain(
     check_arguments("explain", model, options)
     reports = Reports()
     with unchanged(reached(model, inputs, keywords)) as set_aside, torch.enable_grad():
-
-        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
-            own = twin(gm)
-            hot(gm, example_inputs, options=options, recorder=reports, inner_compile=run_uncompiled)
-
-            def run(*args: Any) -> Any:
-                set_aside(args)
-                return own.forward(*args)
-
-            return run
-
-        torch.compile(model, backend=backend)(*inputs, **keywords)
+        torch.compile(model, backend=reporting(reports, options, set_aside))(*inputs, **keywords)
     explanation = Explanation(tuple(reports.graphs))
     print(explanation)
     return explanation
+
+
+def reporting(
+    reports: Reports,
+    options: Mapping[str, Any] | None,
+    before: Callable[[Sequence[Any]], None] = lambda arguments: None,
+    **keywords: Any,
+) -> Callable[..., Any]:
+    """A backend that lets ``hot`` report on every graph and runs the model's own code.
+
+    ``before`` sees the arguments of every call. ``keywords`` are ``hot``'s.
+    """
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+        own = twin(gm)
+        lowering: dict[str, Any] = {"inner_compile": run_uncompiled, **keywords}
+        hot(gm, example_inputs, options=options, recorder=reports, **lowering)
+
+        def run(*arguments: Any) -> Any:
+            before(arguments)
+            return own.forward(*arguments)
+
+        return run
+
+    return backend
 
 
 def check_arguments(name: str, model: Any, options: Any) -> None:

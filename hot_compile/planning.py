@@ -10,20 +10,19 @@ import contextlib
 import dataclasses
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .backend import hot
 from .config import HotConfig, split_options
 from .errors import OptionError
-from .observing.watching import twin
+from .inspect import reporting
 from .passes.cost.devices import rates_of
-from .record import GraphReport, Reports, run_uncompiled
+from .record import GraphReport, Reports
 
 Made = tuple[nn.Module, tuple[Any, ...]]
 """A model in training mode, and what a step passes to it."""
@@ -120,12 +119,7 @@ def predict(
     rates = rates_of(device, tf32=dtype == "tf32")
     reports = Reports()
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
-        own = twin(gm)
-        lowering: dict[str, Any] = {"inner_compile": run_uncompiled, "prices": lambda _: rates}
-        hot(gm, example_inputs, options=options, recorder=reports, **lowering)
-        return own.forward
-
+    backend = reporting(reports, options, prices=lambda _: rates)
     with torch.random.fork_rng():
         model, inputs = make(batch)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _compiling():

@@ -30,7 +30,7 @@ from hot_compile.passes.pipeline import (
     Partitioned,
 )
 from hot_compile.passes.steps import Step, run, traced
-from hot_compile.passes.storage.record import crossing
+from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.unmet import tell, unmet_budget
 
 log = logging.getLogger("hot_compile")
@@ -112,21 +112,20 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph, store what crosses by plan, and record what came of it."""
-        cut = self._cut(gm, joint_inputs, kwargs)
+
+        def again() -> Partitioned:
+            return self._cut(gm, joint_inputs, kwargs)
+
+        cut, kept = self._stored(again)
+        self._record(cut)
         try:
-            run("partitioned", PARTITIONED, cut, cut.named)
-            kept = crossing(cut.found, cut.stored, cut.seconds)
-            if cut.stores:
-                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
-            self._record(cut)
             run("finished", FINISHED, cut, cut.named)
-        except OptionWarning:  # the user's filter makes errors of warnings
-            raise
         except Exception:
-            log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
-            cut = self._cut(gm, joint_inputs, kwargs)  # the graphs half changed
-            kept = ()
-            self._record(cut)
+            log.warning(
+                "hot: a layer's operators could not be made one call; they are called one by one",
+                exc_info=True,
+            )
+            cut, kept = self._stored(again)  # the graphs half changed
         cut.forward.recompile()
         cut.backward.recompile()
         if self._joint.plan is not None:
@@ -134,6 +133,21 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
         self._context.recorder.finished(self._joint.plan, kept)
         return cut.forward, cut.backward
+
+    def _stored(self, again: Callable[[], Partitioned]) -> tuple[Partitioned, tuple[Crossing, ...]]:
+        """(both halves, the record of what crosses), all of it exact if storing it fails."""
+        cut = again()
+        try:
+            run("partitioned", PARTITIONED, cut, cut.named)
+            kept = crossing(cut.found, cut.stored, cut.seconds)
+            if cut.stores:
+                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
+        except OptionWarning:  # the user's filter makes errors of warnings
+            raise
+        except Exception:
+            log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
+            return again(), ()  # the graphs half changed
+        return cut, kept
 
     def _record(self, cut: Partitioned) -> None:
         """Show the graphs while every operator of a layer is still a node of its own."""

@@ -5,11 +5,15 @@ Torch writes every graph of every stage as text as soon as that logger has a han
 9.2 gives its own to each logger that does not propagate.
 """
 
+import functools
 import logging
 
 import pytest
 import torch  # importing it sets its loggers up
 
+from hot_compile import calibration
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
 from hot_compile.passes.cost import devices, tuned
 from hot_compile.runtime.native import build
 
@@ -31,6 +35,14 @@ def _rates_of_the_table(request, monkeypatch):
     """What was measured on the machine that runs the tests changes no plan in them."""
     if "rates_folder" not in request.fixturenames:
         monkeypatch.setattr(devices, "_measured", lambda device: None)
+
+
+@pytest.fixture(scope="module")
+def calibrated_node_by_node():
+    """``calibrate`` runs its graphs node by node: compiling them takes ten times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "hot", functools.partial(hot, inner_compile=run_uncompiled))
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,4 +1,4 @@
-"""A graph cache of one's own for a subprocess, without compiling torch's headers again."""
+"""A graph cache of one's own for a subprocess, which finds out nothing again of the compiler."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,17 @@ HEADERS = "precompiled_headers"
 
 
 def own_cache(folder: Path) -> dict[str, str]:
-    """The environment in which Inductor's caches lie in ``folder``; headers are this process's."""
+    """The environment in which Inductor's caches lie in ``folder``.
+
+    Precompiled headers are this process's, and what the CPU can do is not tried by compiling.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shared = Path(cache_dir()) / HEADERS
     shared.mkdir(parents=True, exist_ok=True)
     if not (folder / HEADERS).exists():
         (folder / HEADERS).symlink_to(shared, target_is_directory=True)
-    return {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }

@@ -13,6 +13,7 @@ from hot_compile.backend import hot
 from hot_compile.inspect import Reports, explain, run_uncompiled
 from hot_compile.observing.collector import Collector
 from hot_compile.passes.measure.profile import Profile
+from hot_compile.runtime.native import build
 
 ALWAYS = {
     "min_gain": 0, "keep_head": False, "lqs": "auto", "lqs_warm_up": 3, "lqs_batches": 2,
@@ -28,6 +29,7 @@ def net():
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
     torch._dynamo.reset()
+    build.load("cpu")  # the library as it lies in the user's cache: building one takes a minute
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -89,7 +91,7 @@ def test_recipe_fast_measures_by_itself():
     assert kinds(plans) == ["hla8"]
 
 
-def test_a_calibrated_profile_is_used_as_it_is(tmp_path):
+def test_a_calibrated_profile_is_used_as_it_is(tmp_path, calibrated_node_by_node):
     path = tmp_path / "p.json"
     losses = lambda model, x: model(x).square().mean()  # noqa: E731
     calibrate(net(), [torch.randn(64, 64)], losses, progress=False).save(path)

@@ -138,7 +138,7 @@ def test_profiles_of_version_1_are_read(profile):
     assert old.content_hash() == profile.content_hash()
 
 
-def test_statistics_see_outliers():
+def test_statistics_see_outliers(calibrated_node_by_node):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     x = torch.randn(64, 64)
@@ -189,7 +189,7 @@ def test_an_error_in_the_loss_leaves_the_model_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_under_autocast_and_with_a_frozen_layer():
+def test_under_autocast_and_with_a_frozen_layer(calibrated_node_by_node):
     torch.manual_seed(0)
     model = Net()
     model.fc2.weight.requires_grad_(False)
@@ -211,7 +211,7 @@ def test_batches_without_a_gradient_are_refused():
         calibrate(Net(), [], loss_of, progress=False)
 
 
-def test_a_batch_that_overflows_is_skipped():
+def test_a_batch_that_overflows_is_skipped(calibrated_node_by_node):
     found = calibrate(
         Net(),
         batches(3),

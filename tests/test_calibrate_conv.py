@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hot_compile
-from hot_compile import calibrate
+from hot_compile import calibrate, calibration
 from hot_compile.backend import hot
 from hot_compile.inspect import explain, run_uncompiled
 from hot_compile.passes.measure.profile import Profile
@@ -67,7 +67,7 @@ def loss_of(model, batch):
 
 
 @pytest.fixture(scope="module")
-def calibrated():
+def calibrated(calibrated_node_by_node):
     """(profile, what calibrating changed)."""
     model = ResNet()
     before, states = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -106,11 +106,28 @@ def test_every_convolution_and_every_strategy_is_measured(profile):
         assert errors["int8"] < 0.05
 
 
+@pytest.mark.slow
+def test_compiled_as_in_a_users_run_it_measures_the_same(profile, monkeypatch):
+    """But for sums in another order: other last bits draw other random bits for g_y's rounding.
+
+    Of the few values of the smallest layers errors differ by up to 9 % so.
+    """
+    monkeypatch.setattr(calibration, "hot", hot)
+    lowered = calibrate(ResNet(), batches(), loss_of, progress=False)
+    assert set(lowered.layers) == set(profile.layers)
+    for name, layer in lowered.layers.items():
+        for variant, measured in layer.grad_weight.items():
+            expected = profile.layers[name].grad_weight[variant].error
+            assert measured.error == pytest.approx(expected, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("kernel", "stride", "apart"),
     [(3, 2, 0.02), (1, 1, 0.06), pytest.param(3, 1, 0.02, marks=pytest.mark.slow)],
 )
-def test_measured_errors_are_those_of_the_rewritten_step(kernel, stride, apart):
+def test_measured_errors_are_those_of_the_rewritten_step(
+    kernel, stride, apart, calibrated_node_by_node
+):
     """The profile's g_w error is what training then has, x stored as the strategy stores it.
 
     A 1 x 1 convolution's INT8 is 3.9 % off (0.001516 for 0.001459), for a reason not yet found.
@@ -143,7 +160,7 @@ def test_measured_errors_are_those_of_the_rewritten_step(kernel, stride, apart):
         (lambda: nn.ConvTranspose2d(8, 16, 2, 2), (16, 8, 6, 6)),
     ],
 )
-def test_every_geometry(make, shape):
+def test_every_geometry(make, shape, calibrated_node_by_node):
     torch.manual_seed(0)
     model, x = nn.Sequential(make(), nn.ReLU()), torch.randn(shape, requires_grad=True)
     found = calibrate(model, [x], lambda m, b: m(b).square().mean(), progress=False).layers["0"]

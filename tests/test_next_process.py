@@ -31,7 +31,9 @@ for options, profile in map(json.loads, sys.argv[2:]):
 HIT, MISS = (1, 0), (0, 1)
 
 
-def test_caches_hit_for_the_same_options_and_profile_and_miss_for_others(tmp_path):
+def test_caches_hit_for_the_same_options_and_profile_and_miss_for_others(
+    tmp_path, calibrated_node_by_node
+):
     """A profile counts by its content: its path is always the same here."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))

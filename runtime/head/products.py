@@ -96,16 +96,11 @@ def _head_statistics(
     outer: float,
     logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    form, target = Form(inner, cap, outer), _valid(target, weight)
-    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    logits = _logits(x, weight, logits_dtype)
-    outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
-    with _exact(x.device):
-        for rows, room in _row_chunks(x, weight, False):
-            y, theirs = _logits_of(x, weight, bias, rows, room, logits, form)
-            chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
-            chunk_statistics(chunk, statistics[:, rows], theirs)
-    return statistics, logits
+    none = [False, False, False]
+    made = both(
+        x, weight, bias, target, column, None, inner, cap, outer, logits_dtype, none
+    )  # fmt: skip
+    return made[0], made[1]
 
 
 def both(
@@ -114,7 +109,7 @@ def both(
     bias: Tensor | None,
     target: Tensor | None,
     column: Tensor | None,
-    coefficients: Tensor,
+    coefficients: Tensor | None,
     inner: float,
     cap: bool,
     outer: float,
@@ -122,9 +117,9 @@ def both(
     wanted: list[bool],
     multiply: Multiply | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``hot::head_both``; its gradients' products by ``multiply``."""
+    """``hot::head_both``; its gradients' products by ``multiply``. Without coefficients: none."""
     form, target = Form(inner, cap, outer), _valid(target, weight)
-    coefficients = coefficients.contiguous()
+    coefficients = None if coefficients is None else coefficients.contiguous()
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
     outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
@@ -134,8 +129,9 @@ def both(
             y, theirs = _logits_of(x, weight, bias, rows, g, logits, form)
             chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows], theirs)
-            chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
-            _add_gradients(g, x, weight, rows, gradients, multiply)
+            if coefficients is not None:
+                chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
+                _add_gradients(g, x, weight, rows, gradients, multiply)
     return statistics, logits, *_without_padding(gradients, outputs)
 
 
