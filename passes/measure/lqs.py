@@ -7,11 +7,56 @@ gradients stay within the recipe's error budget. Everything here is a pure funct
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.passes.measure.profile import LayerProfile, Measure, config_variant, gx_variant
+from hot_compile.passes.measure.profile import (
+    LayerProfile,
+    Measure,
+    StorageMeasure,
+    config_variant,
+    gx_variant,
+)
+from hot_compile.passes.storage.schemes import Scheme
 
 _HALVED = 0.5
 """The paper's rule: per token if that cuts g_y's L2 quantisation error by more than half."""
+
+_UNCOMPRESSED = 32
+_PASSED_ON = 0.5
+"""Share of the budget that may be lost of a gradient that other layers get: losses add up there."""
+
+
+def storable(
+    schemes: Sequence[Scheme], found: Mapping[str, StorageMeasure], config: HotConfig
+) -> tuple[Scheme, ...]:
+    """Those of ``schemes`` whose measured errors stay within the budget, and ``exact``."""
+    return tuple(s for s in schemes if s is Scheme.EXACT or _fits(found.get(s), config))
+
+
+def _fits(measure: StorageMeasure | None, config: HotConfig) -> bool:
+    budget = config.error_budget
+    if budget is None or measure is None:
+        return False
+    return measure.error <= budget and measure.passed <= _PASSED_ON * budget
+
+
+def storage_verdict(
+    scheme: Scheme, found: Mapping[str, StorageMeasure], config: HotConfig
+) -> str:
+    """The measured errors behind a tensor's scheme, and why it is not the next coarser one."""
+    texts = [f"error {_errors(found[scheme])}"] if scheme in found else []
+    bits = scheme.spec.bits or _UNCOMPRESSED
+    coarser = [s for s in map(Scheme, found) if s.spec.bits < bits and not _fits(found[s], config)]
+    if coarser:
+        finest = max(coarser, key=lambda s: s.spec.bits)
+        texts.append(f"no {finest}: {_errors(found[finest])} over budget {config.error_budget:g}")
+    return "LQS: " + ", ".join(texts) if texts else ""
+
+
+def _errors(measure: StorageMeasure) -> str:
+    passed = f" ({measure.passed:.2g} passed on)" if measure.passed else ""
+    return f"{measure.error:.2g}{passed}"
 
 
 def candidates(config: HotConfig, layer: LayerProfile | None) -> tuple[Strategy, ...]:

@@ -63,6 +63,8 @@ class Crosser:
     schemes: tuple[Scheme, ...]
     """What it may be stored as, finest first; only ``exact`` where ``reason`` says why."""
     reason: str = ""
+    by_measure: tuple[Scheme, ...] = ()
+    """Coarser ones, which its readers are not proven to tolerate: for what was measured."""
     feeds_product: bool = False
     """A layer's product reads it as it is: the x of the paper's ABC."""
     norm: bool = False
@@ -76,6 +78,11 @@ class Crosser:
     def name(self) -> str:
         """The forward node's name."""
         return self.saved.name
+
+    @property
+    def measurable(self) -> tuple[Scheme, ...]:
+        """What it may be stored as if that was measured, finest first."""
+        return (*self.schemes, *self.by_measure)
 
     @property
     def module(self) -> str:
