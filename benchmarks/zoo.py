@@ -1,6 +1,7 @@
 """Models of every family, a few steps of training each: gradients beside exact ones, and bytes.
 
-    python benchmarks/zoo.py run                      # one of every module of timm, transformers
+    python benchmarks/zoo.py run                      # one of every module of timm, and
+                                                  # transformers', diffusers'
     python benchmarks/zoo.py run --only 'swin*,bert'  # some of them
     python benchmarks/zoo.py page                     # docs/measured/zoo.md from the results
 
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +32,9 @@ import typer
 from report import environment
 from rich.console import Console
 from torch import Tensor, nn
-from zoo_models import Built, every_model
+from zoo_models import Built
+from zoo_models import every_model as plain_models
+from zoo_more import more_models
 
 from hot_compile.backend import hot
 from hot_compile.record import Reports, run_uncompiled
@@ -51,6 +55,11 @@ ones: the worst, the fifth percentile, the median.
 """
 app = typer.Typer(help=__doc__, add_completion=False)
 console = Console()
+
+
+def every_model() -> dict[str, Callable[[], Built]]:
+    """By name: how each is built."""
+    return {**plain_models(), **more_models()}
 
 
 @dataclasses.dataclass

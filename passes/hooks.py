@@ -152,9 +152,11 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         observation = self._context.observation
         if observation is not None:
             _keep_random_draws(gm.graph)
-            if observation.wants_stored:
+            if observation.wants_stored and self._context.config.memory is not Memory.OFF:
                 self._show_crossing(gm, joint_inputs, kwargs, observation)
-        return self._partitioned(gm, joint_inputs, kwargs, self._joint.plan, observation is not None)
+        return self._partitioned(
+            gm, joint_inputs, kwargs, self._joint.plan, observation is not None
+        )
 
     def _partitioned(
         self,
@@ -189,7 +191,9 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         except Exception:
             log.warning("hot: what crosses could not be measured", exc_info=True)
 
-    def _recomputation(self, plan: Plan | None, observed: bool) -> contextlib.AbstractContextManager[None]:
+    def _recomputation(
+        self, plan: Plan | None, observed: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
 
         Inductor bans that by default, because an exact product reads such an x from memory anyway;

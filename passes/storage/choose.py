@@ -54,7 +54,7 @@ def plan_storage(
     if config.memory is Memory.OFF:
         return {}
     known = measured or {}
-    ladders = {c: _ladder(c, config, known.get(c)) for c in found}
+    ladders = _together({c: _ladder(c, config, known.get(c)) for c in found})
     if config.memory is Memory.FREE:
         paid = _paid_for(ladders, price, won)
         return {c: _with_mask(c, scheme) for c, scheme in paid.items()}
@@ -81,9 +81,15 @@ def _ladder(
     fewest = config.memory_bits or (TRUSTED_BITS if judged is None else _MEASURED_BITS)
     schemes = storable(crosser.measurable, judged, config) if judged else crosser.schemes
     ladder = tuple(s for s in schemes if s in (Scheme.EXACT, Scheme.BITS) or s.spec.bits >= fewest)
-    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS
+    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.by_measure
     asked = config.memory_budget is not None or (judged and config.memory_bits)
     return ladder[:2] if (crosser.norm or image) and not asked else ladder
+
+
+def _together(ladders: dict[Crosser, tuple[Scheme, ...]]) -> dict[Crosser, tuple[Scheme, ...]]:
+    """Of views of one storage none is stored if one is not: what was measured may differ."""
+    alone = {base(c.saved) for c, ladder in ladders.items() if len(ladder) == 1}
+    return {c: steps[:1] if base(c.saved) in alone else steps for c, steps in ladders.items()}
 
 
 @dataclasses.dataclass(frozen=True)
