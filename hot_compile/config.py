@@ -162,8 +162,8 @@ class HotConfig:
     """How often ``lqs="auto"`` looks again: 4, then 16 times ``lqs_warm_up`` forwards later, ...
     Each may recompile once, if it changes a choice."""
     error_budget: float | None = 0.2
-    """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have, and
-    of a parameter's gradient that storing one tensor may cause;
+    """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
+    storing one tensor may take a part of it (docs/adr/0022).
     None: the recipe's strategies are taken whatever they measured (``paper``)."""
     schedule: tuple[Phase, ...] = ()
     """Widths that change with the optimizer's steps: ``[{"until_step": 5000, "gx_bits": 8},

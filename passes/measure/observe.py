@@ -248,15 +248,15 @@ def observe_stored(
     """
     nodes = {node.name: node for node in graph.nodes}
     for fed, names in crossing:
-        operands = [nodes.get(node.name) for node in names]
-        if None in operands:
+        operands = [nodes[node.name] for node in names if node.name in nodes]
+        if len(operands) < len(names):
             continue
         last = max(operands)
         emit = Emitter(graph, last.next, last, stays=True)
         device = operands[0].meta["val"].device
         seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=device)
         where = observation.number, observation.add_stored(fed)
-        emit(torch.ops.hot.observe_stored.default, seen, list(operands), *where)
+        emit(torch.ops.hot.observe_stored.default, seen, operands, *where)
     graph.lint()
 
 

@@ -106,7 +106,7 @@ class Profile:
     content."""
 
     storage: Mapping[str, Mapping[str, StorageMeasure]] = dataclasses.field(default_factory=dict)
-    """By tensor that crosses to the backward (``storage_names``), and by ``Scheme``. Empty where the
+    """By tensor that crosses to the backward (``storage_names``), and by ``Scheme``. Empty if the
     file is an old one."""
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from hot_compile.passes.storage.crossers import Crosser, base
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.schemes import Scheme
 
-
 TRUSTED_BITS = 6
 """Fewest bits of what was not measured, unless the user says otherwise."""
 _MEASURED_BITS = 4

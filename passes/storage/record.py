@@ -30,7 +30,7 @@ class Crossing:
     scheme: str
     """How it is stored: a ``Scheme``."""
     reason: str
-    """Why it is not stored smaller, '' if it could be; the errors behind it if they were measured."""
+    """Why it is not stored smaller, '' if it could be; or the measured errors behind the choice."""
     packed: bool
     """A part of what one of our operators made of a layer's x."""
     parts: tuple[str, ...] = ()
