@@ -55,7 +55,7 @@ it is though it is large, and the commonest reason. *cosines* of parameters' gra
 ones: the worst, the fifth percentile, the median. Below a fifth percentile of 0.95 or a median of
 0.99: {beyond}. Where the worst alone is bad (dpn, fasternet, hgnet), it is a gain or a bias that a
 norm takes out again: its gradient is almost zero, less than the errors of its terms. timm:resnet
-has so few parameters that two such biases (norms of 0.002 where others have 2.5) are its percentile.
+has so few parameters that two such biases (norms of 0.002, the largest 2.5) are its percentile.
 """
 app = typer.Typer(help=__doc__, add_completion=False)
 console = Console()
@@ -260,8 +260,7 @@ def page(
             today=today,
             torch=made["torch"],
             trees=trees,
-            beyond=len(beyond) or "None",
-            named=f" ({', '.join(beyond)})" if beyond else "",
+            beyond=", ".join(beyond) or "none",
         ),
         "| " + " | ".join(header) + " |",
         "|---" * len(header) + "|",
