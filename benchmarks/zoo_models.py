@@ -17,6 +17,9 @@ SMALL = (
 )  # fmt: skip
 """Parts of names by which timm's small models are found, the smallest first."""
 
+BESIDE = ("deit3_small_patch16_224", "swinv2_cr_tiny_224")
+"""Others of timm that were once found wanting."""
+
 
 @dataclasses.dataclass
 class Built:
@@ -35,6 +38,7 @@ def every_model() -> dict[str, Callable[[], Built]]:
         names = timm.list_models(module=module)
         if names:
             found[f"timm:{module}"] = functools.partial(image_model, _smallest(names))
+    found |= {f"timm:{n}": functools.partial(image_model, n) for n in BESIDE}
     return {**found, **{f"transformers:{n}": f for n, f in TRANSFORMERS.items()}}
 
 
@@ -50,7 +54,7 @@ def _smallest(names: list[str]) -> str:
 def still(model: nn.Module) -> nn.Module:
     """Without what is drawn anew in every forward."""
     for module in model.modules():
-        for name in ("drop_prob", "p"):
+        for name in ("drop_prob", "dropout_prob", "p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model.train()

@@ -121,9 +121,10 @@ class HotConfig:
     in the forward and the result is what crosses, as in the paper's ABC."""
     memory: Memory = Memory.ALL
     """Which of the tensors that cross to the backward are stored compressed (docs/memory.md)."""
-    memory_bits: int = 6
+    memory_bits: int | None = None
     """Fewest bits, 4, 6 or 8, such a tensor is stored in; what norms, convolutions and attention
-    read is never below 8. 4 saves most and is for what was measured: outliers hurt it."""
+    read is never below 8 unless that was measured. None: 6, and what a profile measured as few as
+    stay within ``error_budget``, norms and images 8 (docs/adr/0022)."""
     memory_budget: float | int | None = None
     """Held bytes per compiled graph (int), or a fraction (float) of what the graph would hold
     uncompressed: tensors are compressed in order of error per byte until it is met. None: all."""
@@ -162,6 +163,7 @@ class HotConfig:
     Each may recompile once, if it changes a choice."""
     error_budget: float | None = 0.2
     """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
+    storing one tensor may take a part of it (docs/adr/0022).
     None: the recipe's strategies are taken whatever they measured (``paper``)."""
     schedule: tuple[Phase, ...] = ()
     """Widths that change with the optimizer's steps: ``[{"until_step": 5000, "gx_bits": 8},
@@ -435,7 +437,7 @@ _PARSERS: dict[str, Any] = {
     "override": _overrides,
     "recompute": _one_of(True, False),
     "memory": _choice(Memory),
-    "memory_bits": _one_of(4, 6, 8),
+    "memory_bits": _one_of(4, 6, 8, None),
     "memory_budget": _memory_budget,
     "memory_min_bytes": _bytes,
     "keep_head": _one_of(True, False),

@@ -19,7 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.config import Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.layers.plan import Plan
+from hot_compile.passes.measure.observe import Observation, observe_stored, unobserved
+from hot_compile.passes.measure.stored import fed_by
 from hot_compile.passes.pipeline import (
+    CROSSING,
     FINISHED,
     HEADS,
     JOINT,
@@ -38,6 +41,8 @@ log = logging.getLogger("hot_compile")
 _TWIN_BUDGET = 0.3
 """Share of its activations that an observed graph keeps; the rest it computes again. About what
 compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
+
+_NOTHING = Plan("exact", ())
 
 Pass = TypeVar("Pass", bound="_Uncopied")
 
@@ -139,7 +144,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         cut = again()
         try:
             run("partitioned", PARTITIONED, cut, cut.named)
-            kept = crossing(cut.found, cut.stored, cut.seconds)
+            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts)
             if cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
         except OptionWarning:  # the user's filter makes errors of warnings
@@ -158,23 +163,59 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
     def _cut(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
     ) -> Partitioned:
-        partition: Callable = self._inner or min_cut_rematerialization_partition
-        if self._context.observation is not None:
+        observation = self._context.observation
+        if observation is not None:
             _keep_random_draws(gm.graph)
-        with self._recomputation():
-            forward, backward = partition(gm, joint_inputs, **kwargs)
-        outputs = kwargs["num_fwd_outputs"]
-        return Partitioned(self._context, self._joint.plan, forward, backward, outputs)
+            if observation.wants_stored and self._context.config.memory is not Memory.OFF:
+                self._show_crossing(gm, joint_inputs, kwargs, observation)
+        return self._partitioned(
+            gm, joint_inputs, kwargs, self._joint.plan, observation is not None
+        )
 
-    def _recomputation(self) -> contextlib.AbstractContextManager[None]:
+    def _partitioned(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        kwargs: dict[str, Any],
+        plan: Plan | None,
+        observed: bool,
+    ) -> Partitioned:
+        partition: Callable = self._inner or min_cut_rematerialization_partition
+        with self._recomputation(plan, observed):
+            forward, backward = partition(gm, joint_inputs, **kwargs)
+        return Partitioned(self._context, plan, forward, backward, kwargs["num_fwd_outputs"])
+
+    def _show_crossing(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        kwargs: dict[str, Any],
+        observation: Observation,
+    ) -> None:
+        """Let an observed graph show what would cross if it were compiled for good.
+
+        A copy is partitioned as then to find out. What fails costs the measurements of storage
+        only.
+        """
+        try:
+            bare = unobserved(gm)
+            cut = self._partitioned(bare, joint_inputs, kwargs, _NOTHING, observed=False)
+            run("crossing", CROSSING, cut, cut.named)
+            observe_stored(gm.graph, fed_by(bare.graph, cut.found, *cut.graphs), observation)
+        except Exception:
+            log.warning("hot: what crosses could not be measured", exc_info=True)
+
+    def _recomputation(
+        self, plan: Plan | None, observed: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
 
         Inductor bans that by default, because an exact product reads such an x from memory anyway;
         but what is stored compressed is restored by a pointwise kernel in any case. An observed
         graph, which stores nothing compressed, recomputes what it takes to hold no more than that.
         """
-        plan, config = self._joint.plan, self._context.config
-        if self._context.observation is not None:
+        config = self._context.config
+        if observed:
             return functorch_config.patch(
                 ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
             )

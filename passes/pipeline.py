@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +30,10 @@ from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import GraphInputs, match
 from hot_compile.passes.layers.plan import Plan, Prices, plan
 from hot_compile.passes.layers.rewrite import rewrite
+from hot_compile.passes.measure.lqs import storage_verdict
 from hot_compile.passes.measure.observe import Observation, observe, observe_gradients
-from hot_compile.passes.measure.profile import Profile
+from hot_compile.passes.measure.profile import Profile, StorageMeasure
+from hot_compile.passes.measure.stored import storage_names
 from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step
 from hot_compile.passes.storage.advance import advance
@@ -209,6 +211,8 @@ class Partitioned:
     seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
     """Predicted for each of ``chosen``."""
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
+    verdicts: dict[Crosser, str] = dataclasses.field(default_factory=dict)
+    """What was measured of some of ``found``, in words."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -267,10 +271,23 @@ def _crossers(cut: Partitioned) -> int:
 
 def _plan_storage(cut: Partitioned) -> int:
     if cut.plan is not None and cut.stores:
-        price = cut.context.storage_prices(cut.found)
-        cut.chosen = plan_storage(cut.found, cut.context.config, price, cut.plan.seconds_won)
+        config, price = cut.context.config, cut.context.storage_prices(cut.found)
+        measured = _measured(cut)
+        cut.chosen = plan_storage(cut.found, config, price, cut.plan.seconds_won, measured)
+        cut.verdicts = {
+            c: storage_verdict(cut.chosen.get(c, Scheme.EXACT).plain, errors, config)
+            for c, errors in measured.items()
+        }
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
+
+
+def _measured(cut: Partitioned) -> dict[Crosser, Mapping[str, StorageMeasure]]:
+    """What the profile knows of the tensors that cross."""
+    known = cut.context.profile.storage if cut.context.profile else {}
+    names = storage_names(cut.forward.graph) if known else {}
+    found = {c: known.get(names.get(c.saved, "")) for c in cut.found}
+    return {c: errors for c, errors in found.items() if errors}
 
 
 def _store(cut: Partitioned) -> int:
@@ -335,6 +352,9 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("casts", _casts, changes=True),
 )
 """On the forward and the backward that min-cut made."""
+
+CROSSING = PARTITIONED[:3]
+"""Those of them that find out what crosses."""
 
 FINISHED: tuple[Step[Partitioned], ...] = (Step("gather", _gather, changes=True),)
 """On what reports and dumps have seen: nothing that a layer computes changes any more."""

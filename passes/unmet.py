@@ -14,7 +14,7 @@ from hot_compile.errors import OptionWarning
 from hot_compile.passes.head.plan import UNFIT, HeadDecision
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.site import Site
-from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.choose import TRUSTED_BITS, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.record import Crossing
 
@@ -121,7 +121,7 @@ def unmet_budget(
         f"memory_budget={budget!r} cannot be met in a graph: the least that it can hold is {held} "
         f"bytes ({held / before:.2f} of {before} uncompressed). Ask for no less, or allow more by "
         f"memory='all', memory_bits=4 (now memory='{config.memory}', "
-        f"memory_bits={config.memory_bits})."
+        f"memory_bits={config.memory_bits or TRUSTED_BITS})."
     )
 
 

@@ -25,6 +25,7 @@ from hot_compile.observing.collector import Collector
 from hot_compile.passes.cost.devices import prices_of
 from hot_compile.passes.graph import module_path
 from hot_compile.passes.layers.plan import plan
+from hot_compile.passes.measure.lqs import storage_choice
 from hot_compile.passes.measure.profile import Profile
 from hot_compile.runtime.native.build import cache_dir
 
@@ -74,7 +75,7 @@ class Notes:
         return max(1, self._config.lqs_warm_up) * _STRETCH**self.looks
 
     def add(self, collector: Collector) -> bool:
-        """Keep what was collected; True if it changes what any layer gets.
+        """Keep what was collected; True if it changes what a layer gets or how a tensor is stored.
 
         What changes nothing is not kept, only that there was a look: the compiled code, whose
         cache key has the profile in it, is still found by the next process.
@@ -97,7 +98,8 @@ class Notes:
 
     def _choice(self, profile: Profile | None, collector: Collector) -> object:
         prices = prices_of(collector.sites)
-        return plan(collector.sites, self._config, prices, profile).choice
+        layers = plan(collector.sites, self._config, prices, profile).choice
+        return layers, storage_choice(profile, self._config)
 
     def _file(self) -> Profile | None:
         """What the file holds now; a cached one that cannot be read is made anew."""

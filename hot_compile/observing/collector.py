@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +20,27 @@ from hot_compile.passes.measure.linear import (
     tensor_stats,
 )
 from hot_compile.passes.measure.observe import Layer, Observer
-from hot_compile.passes.measure.profile import SIDES, LayerProfile, Measure, Profile, TensorStats
+from hot_compile.passes.measure.profile import (
+    SIDES,
+    LayerProfile,
+    Measure,
+    Profile,
+    StorageMeasure,
+    TensorStats,
+)
+from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.site import Site
 
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
+_NOISE = 1.0
+"""A gradient whose error by the finest scheme is no less is nothing but rounding."""
 
 
 class Collector(Observer):
-    """Measures every layer it is shown, and averages over batches."""
+    """Measures every layer and every stored tensor it is shown, and averages over batches."""
+
+    wants_stored = True
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -36,6 +49,8 @@ class Collector(Observer):
         self._layers: dict[str, tuple[Layer, int]] = {}
         self._compared: list[tuple[str, Tensor]] = []
         self._gradients: dict[str, list[list[float]]] = {}
+        self._told: list[tuple[Fed, dict[str, Tensor]]] = []
+        self._storage: dict[str, list[dict[str, StorageMeasure]]] = {}
         self._device = torch.device("cpu")
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
@@ -74,6 +89,10 @@ class Collector(Observer):
         """Keep (error, cosine) of one parameter's gradient as the step has it."""
         self._compared.append((name, figures))
 
+    def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
+        """Measure what storing one tensor does; nothing is read back before :meth:`flush`."""
+        self._told.append((fed, fed.errors(operands)))
+
     @property
     def sites(self) -> list[Site]:
         """The layers shown so far, as the plan knows them."""
@@ -86,6 +105,8 @@ class Collector(Observer):
         self._layers.clear()
         self._compared.clear()
         self._gradients.clear()
+        self._told.clear()
+        self._storage.clear()
 
     @property
     def batches(self) -> int:
@@ -106,6 +127,11 @@ class Collector(Observer):
             if all(map(math.isfinite, values)):
                 self._gradients.setdefault(name, []).append(values)
         self._compared.clear()
+        for fed, errors in self._told:
+            measures = _storage_measures(fed, errors)
+            if measures:
+                self._storage.setdefault(fed.name, []).append(measures)
+        self._told.clear()
 
     def profile(self) -> Profile:
         """The averages of everything collected.
@@ -124,7 +150,8 @@ class Collector(Observer):
             )
         gradients = {name: _mean_measure(pairs) for name, pairs in self._gradients.items()}
         environment = _environment(self._device)
-        return Profile(self._rank, layers, environment, gradients=gradients)
+        storage = {name: _mean_storage(seen) for name, seen in self._storage.items()}
+        return Profile(self._rank, layers, environment, gradients=gradients, storage=storage)
 
 
 def _figures(
@@ -173,6 +200,30 @@ def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerPro
 def _mean_measure(pairs: list[list[float]]) -> Measure:
     error, cosine = (_rounded(statistics.fmean(column)) for column in zip(*pairs, strict=True))
     return Measure(error, cosine)
+
+
+def _storage_measures(fed: Fed, errors: dict[str, Tensor]) -> dict[str, StorageMeasure]:
+    """By scheme: the worst errors; empty if there are none, or they are not finite.
+
+    A gradient that even the finest scheme gets wholly wrong is zero but for rounding, such as that
+    of a bias in front of a norm: it does not count.
+    """
+    table = torch.stack(list(errors.values()))  # [schemes, gradients]
+    real = table.amin(0) < _NOISE
+    table, own = table[:, real].cpu(), torch.tensor(fed.own)[real.cpu()]
+    if not table.numel() or not table.isfinite().all():
+        return {}
+    sides = (torch.where(own, table, 0.0), torch.where(own, 0.0, table))
+    worst = (side.amax(1).tolist() for side in sides)
+    pairs = zip(*worst, strict=True)
+    return {scheme: StorageMeasure(*pair) for scheme, pair in zip(errors, pairs, strict=True)}
+
+
+def _mean_storage(seen: list[dict[str, StorageMeasure]]) -> dict[str, StorageMeasure]:
+    def mean(scheme: str, field: str) -> float:
+        return _rounded(statistics.fmean(getattr(found[scheme], field) for found in seen))
+
+    return {s: StorageMeasure(mean(s, "error"), mean(s, "passed")) for s in seen[0]}
 
 
 def _rounded(value: float) -> float:

@@ -211,7 +211,7 @@ def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
         return True
     if config.memory is Memory.OFF:
         return False
-    return "memory" in change or config.memory_bits < change.get("memory_bits", 0)
+    return "memory" in change or (config.memory_bits or 0) < change.get("memory_bits", 0)
 
 
 class Gauge(Observer):

@@ -7,11 +7,64 @@ gradients stay within the recipe's error budget. Everything here is a pure funct
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.passes.measure.profile import LayerProfile, Measure, config_variant, gx_variant
+from hot_compile.passes.measure.profile import (
+    LayerProfile,
+    Measure,
+    Profile,
+    StorageMeasure,
+    config_variant,
+    gx_variant,
+)
+from hot_compile.passes.storage.schemes import Scheme
 
 _HALVED = 0.5
 """The paper's rule: per token if that cuts g_y's L2 quantisation error by more than half."""
+
+_UNCOMPRESSED = 32
+_STORING = 0.5**0.5
+"""Share of the budget that storing one tensor may take of a parameter's gradient: as independent
+errors add up, that leaves the layer's product as much."""
+_PASSED_ON = 1 / 3
+"""The same of a gradient that other layers get: what is lost there is lost for all of them."""
+
+
+def storable(
+    schemes: Sequence[Scheme], found: Mapping[str, StorageMeasure], config: HotConfig
+) -> tuple[Scheme, ...]:
+    """Those of ``schemes`` whose measured errors stay within the budget, and ``exact``."""
+    return tuple(s for s in schemes if s is Scheme.EXACT or _fits(found.get(s), config))
+
+
+def _fits(measure: StorageMeasure | None, config: HotConfig) -> bool:
+    budget = config.error_budget
+    if budget is None or measure is None:
+        return False
+    return measure.error <= _STORING * budget and measure.passed <= _PASSED_ON * budget
+
+
+def storage_choice(profile: Profile | None, config: HotConfig) -> dict[str, tuple[Scheme, ...]]:
+    """By tensor of the profile: what it may be stored as; equal where the same code comes of it."""
+    known = profile.storage if profile else {}
+    return {name: storable(list(map(Scheme, m)), m, config) for name, m in known.items()}
+
+
+def storage_verdict(scheme: Scheme, found: Mapping[str, StorageMeasure], config: HotConfig) -> str:
+    """The measured errors behind a tensor's scheme, and why it is not the next coarser one."""
+    texts = [f"error {_errors(found[scheme])}"] if scheme in found else []
+    bits = scheme.spec.bits or _UNCOMPRESSED
+    coarser = [s for s in map(Scheme, found) if s.spec.bits < bits and not _fits(found[s], config)]
+    if coarser:
+        finest = max(coarser, key=lambda s: s.spec.bits)
+        texts.append(f"no {finest}: {_errors(found[finest])} over budget")
+    return "LQS: " + ", ".join(texts) if texts else ""
+
+
+def _errors(measure: StorageMeasure) -> str:
+    passed = f" ({measure.passed:.2g} passed on)" if measure.passed else ""
+    return f"{measure.error:.2g}{passed}"
 
 
 def candidates(config: HotConfig, layer: LayerProfile | None) -> tuple[Strategy, ...]:

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +25,7 @@ from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten, is_tangent, named_inputs, placeholders, returned
 from hot_compile.passes.layers.plan import Decision, batch_problem
 from hot_compile.passes.measure.sketch import sketch
+from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.site import ConvNodes, Site, SiteNodes, hint
 
 log = logging.getLogger("hot_compile")
@@ -59,6 +60,8 @@ class Observer:
 
     problem: str | None = None
     """Why it is shown nothing more of some graph."""
+    wants_stored: bool = False
+    """It is shown what crosses to the backward, too."""
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Look at g_y [L, O], W [O, I] and x [L, I]; None where the backward has no use for it.
@@ -66,6 +69,9 @@ class Observer:
         Of a convolution (``layer.convolves``) all three come, in their own shapes. None of them may
         be kept or changed.
         """
+
+    def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
+        """Look at a tensor that crosses, the first of ``operands``; none may be kept or changed."""
 
     def gradient(self, name: str, figures: Tensor) -> None:
         """Take (error, cosine) of a parameter's gradient as the step has it, against exact.
@@ -86,6 +92,7 @@ class Observation:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._layers: list[tuple[Layer, bool]] = []
+        self._stored: list[Fed] = []
         self._parameters: list[str] = []
         self._sketches: dict[str, Tensor] = {}
         self.number = next(_NUMBERS)
@@ -95,6 +102,16 @@ class Observation:
         """The layer's place, by which :meth:`show` knows it."""
         self._layers.append((layer, weight_is_io))
         return len(self._layers) - 1
+
+    @property
+    def wants_stored(self) -> bool:
+        """The observer is shown what crosses, too."""
+        return self._observer.wants_stored
+
+    def add_stored(self, fed: Fed) -> int:
+        """The place of a tensor that crosses, by which :meth:`show_stored` knows it."""
+        self._stored.append(fed)
+        return len(self._stored) - 1
 
     def add_gradient(self, name: str) -> int:
         """The place of a parameter's gradient, by which :meth:`keep` knows it."""
@@ -113,15 +130,23 @@ class Observation:
     def show(self, place: int, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Hand one layer's operands on; never raises."""
         layer, weight_is_io = self._layers[place]
-        if self._observer.problem is not None:
-            return
         if weight is not None and weight_is_io:
             weight = weight.t()
+        self._tell(f"layer {layer.name!r}", lambda: self._observer(layer, g, weight, x))
+
+    def show_stored(self, place: int, operands: Sequence[Tensor]) -> None:
+        """Hand a tensor that crosses on, with what its gradients are made of; never raises."""
+        fed = self._stored[place]
+        self._tell(f"stored tensor {fed.name!r}", lambda: self._observer.stored(fed, operands))
+
+    def _tell(self, what: str, tell: Callable[[], None]) -> None:
+        if self._observer.problem is not None:
+            return
         try:
             with torch.no_grad():
-                self._observer(layer, g, weight, x)
+                tell()
         except Exception as error:
-            self._observer.failed(f"layer {layer.name!r} could not be measured", error)
+            self._observer.failed(f"{what} could not be measured", error)
 
 
 _NUMBERS = itertools.count()
@@ -143,6 +168,12 @@ def _observe_gradient(seen: Tensor, gradient: Tensor, number: int, place: int) -
         observation.keep(place, gradient)
 
 
+def _observe_stored(seen: Tensor, operands: list[Tensor], number: int, place: int) -> None:
+    observation = _LIVE.get(number)
+    if observation is not None:
+        observation.show_stored(place, operands)
+
+
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 _LIBRARY.define(
     "observe(Tensor(a!) seen, Tensor grad_output, Tensor? weight, Tensor? x, int observation,"
@@ -155,6 +186,11 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("observe_gradient", _observe_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("hot::observe_gradient", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.define(
+    "observe_stored(Tensor(a!) seen, Tensor[] operands, int observation, int place) -> ()"
+)
+_LIBRARY.impl("observe_stored", _observe_stored, "CompositeExplicitAutograd")
+torch.library.register_fake("hot::observe_stored", lambda *_: None, lib=_LIBRARY)
 
 
 def observe(
@@ -200,6 +236,45 @@ def observe_gradients(
         results[place] = None
     output.args = (tuple(results),)
     graph.lint()
+
+
+def observe_stored(
+    graph: fx.Graph,
+    crossing: Iterable[tuple[Fed, tuple[fx.Node, ...]]],
+    observation: Observation,
+) -> None:
+    """Show tensors that will cross, with the operands of what they feed, in place.
+
+    ``crossing``: with operands of a copy of ``graph``, whose names are its own.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    for fed, names in crossing:
+        operands = [nodes[node.name] for node in names if node.name in nodes]
+        if len(operands) < len(names):
+            continue
+        last = max(operands)
+        emit = Emitter(graph, last.next, last, stays=True)
+        device = operands[0].meta["val"].device
+        seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=device)
+        where = observation.number, observation.add_stored(fed)
+        emit(torch.ops.hot.observe_stored.default, seen, operands, *where)
+    graph.lint()
+
+
+def unobserved(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint graph that shows nothing: gradients shown are among its results again."""
+    graph, same = fx.Graph(), dict[fx.Node, fx.Node]()
+    results = list(graph.graph_copy(gm.graph, same))  # type: ignore[arg-type]
+    shown = graph.find_nodes(op="call_function", target=torch.ops.hot.observe_gradient.default)
+    free = [place for place, value in enumerate(results) if value is None]
+    for place, node in zip(free, shown, strict=False):
+        results[place] = node.args[1]
+    output = graph.output(tuple(results))
+    output.meta = dict(gm.graph.output_node().meta)
+    observers = graph.find_nodes(op="call_function", target=torch.ops.hot.observe.default)
+    for node in (*observers, *shown):
+        graph.erase_node(node)
+    return fx.GraphModule(gm, graph)
 
 
 def _operands(nodes: SiteNodes | ConvNodes) -> tuple[fx.Node, tuple[Any, ...]]:

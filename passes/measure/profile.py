@@ -13,10 +13,11 @@ from typing import Any
 from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.errors import ProfileFormatError, ProfileMismatchError
 from hot_compile.passes.site import Site, hint
+from hot_compile.passes.storage.schemes import Scheme
 
-PROFILE_VERSION = 3
-_READ = (1, 2, 3)
-"""Version 1 had no ``gradients``, version 2 no ``forward``."""
+PROFILE_VERSION = 4
+_READ = (1, 2, 3, 4)
+"""Version 1 had no ``gradients``, version 2 no ``forward``, version 3 no ``storage``."""
 _FORMAT = "hot-compile profile"
 SIDES = ("grad_input", "grad_weight", "forward")
 """Of a layer: its products, whose variants are measured."""
@@ -78,6 +79,16 @@ class LayerProfile:
 
 
 @dataclasses.dataclass(frozen=True)
+class StorageMeasure:
+    """What storing one tensor in one way does to the gradients it feeds: relative errors."""
+
+    error: float
+    """The worst of parameters' gradients; 0 if it feeds none at first hand."""
+    passed: float
+    """The worst of gradients that other layers get."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Profile:
     """Everything ``calibrate`` measured of one model."""
 
@@ -94,6 +105,10 @@ class Profile:
     and compressed activations together, against exact. No choice is made by it: not part of the
     content."""
 
+    storage: Mapping[str, Mapping[str, StorageMeasure]] = dataclasses.field(default_factory=dict)
+    """By tensor that crosses to the backward (``storage_names``), and by ``Scheme``. Empty if the
+    file is an old one."""
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
         layers = {name: dataclasses.asdict(self.layers[name]) for name in sorted(self.layers)}
@@ -105,6 +120,7 @@ class Profile:
             "rank": self.rank,
             "layers": layers,
             "gradients": {k: dataclasses.asdict(v) for k, v in sorted(self.gradients.items())},
+            "storage": {k: _entries(v) for k, v in sorted(self.storage.items())},
         }
 
     @classmethod
@@ -127,8 +143,9 @@ class Profile:
             layers = {name: _layer(entry) for name, entry in data["layers"].items()}
             graphs = {digest: _whole(digest, n) for digest, n in data.get("graphs", {}).items()}
             whole = {k: _numbers(Measure, v) for k, v in data.get("gradients", {}).items()}
+            storage = {k: _storage(v) for k, v in data.get("storage", {}).items()}
             rank = _whole("rank", data["rank"])
-            return cls(rank, layers, dict(data.get("environment", {})), graphs, whole)
+            return cls(rank, layers, dict(data.get("environment", {})), graphs, whole, storage)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ProfileFormatError(
                 f"got a profile whose entries do not fit ({error!r}); expected what Profile.save "
@@ -162,7 +179,8 @@ class Profile:
 
     def content_hash(self) -> str:
         """Hex digest of what was measured, for cache keys."""
-        content = {"rank": self.rank, "layers": self.to_json()["layers"]}
+        data = self.to_json()
+        content = {name: data[name] for name in ("rank", "layers", "storage")}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def merged(self, other: Profile) -> Profile:
@@ -172,6 +190,7 @@ class Profile:
             layers={**self.layers, **other.layers},
             graphs={**self.graphs, **other.graphs},
             gradients={**self.gradients, **other.gradients},
+            storage={**self.storage, **other.storage},
         )
 
     def of_graph(self, digest: str, looks: int) -> Profile:
@@ -241,6 +260,14 @@ def _whole(name: str, value: Any) -> int:
 
 def _numbers(kind: Any, entry: Any) -> Any:
     return kind(**{name: _number(value) for name, value in entry.items()})
+
+
+def _entries(measures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(measures[name]) for name in sorted(measures)}
+
+
+def _storage(entry: dict[str, Any]) -> dict[str, StorageMeasure]:
+    return {str(Scheme(name)): _numbers(StorageMeasure, value) for name, value in entry.items()}
 
 
 def _layer(entry: dict[str, Any]) -> LayerProfile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -11,11 +11,20 @@ from torch import fx
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.cost.storing import StoragePrice
 from hot_compile.passes.graph import IMAGE_DIMS
+from hot_compile.passes.measure.lqs import storable
+from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, base
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.schemes import Scheme
+
+TRUSTED_BITS = 6
+"""Fewest bits of what was not measured, unless the user says otherwise."""
+_MEASURED_BITS = 4
+
+Measured = Mapping[Crosser, Mapping[str, StorageMeasure]]
+"""What a profile knows of tensors: errors by scheme."""
 
 
 def plan_storage(
@@ -23,11 +32,14 @@ def plan_storage(
     config: HotConfig,
     price: StoragePrice | None = None,
     won: float = 0.0,
+    measured: Measured | None = None,
 ) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
     Without a budget: as small as it tolerates and ``config.memory_bits`` allows, but what norms
-    read, and images, no smaller than the 8 bits that cost no pass of their own. With one: in order
+    read, and images, no smaller than the 8 bits that cost no pass of their own. What was measured:
+    as small as stays within the budget of errors; what norms read, and images, below 8 bits only if
+    the user asks for so few. With a budget of bytes: in order
     of error per byte saved, until the budget holds. That order does not depend on the budget, so a
     smaller budget never holds more.
 
@@ -36,16 +48,17 @@ def plan_storage(
         config: the user's options.
         price: seconds that storing takes; wanted by ``memory="free"``.
         won: seconds that layers win, for ``memory="free"`` to spend.
+        measured: by tensor, as far as it was.
     """
     if config.memory is Memory.OFF:
         return {}
-    ladders = {c: _ladder(c, config) for c in found}
+    known = measured or {}
+    ladders = _together({c: _ladder(c, config, known.get(c)) for c in found})
     if config.memory is Memory.FREE:
         paid = _paid_for(ladders, price, won)
         return {c: _with_mask(c, scheme) for c, scheme in paid.items()}
     if config.memory_budget is None:
-        storable = ((c, ladder) for c, ladder in ladders.items() if len(ladder) > 1)
-        return {c: _with_mask(c, _without_budget(c, ladder)) for c, ladder in storable}
+        return {c: _with_mask(c, ladder[-1]) for c, ladder in ladders.items() if len(ladder) > 1}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
     held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
     chosen: dict[Crosser, Scheme] = {}
@@ -57,20 +70,25 @@ def plan_storage(
     return {c: _with_mask(c, scheme) for c, scheme in chosen.items()}
 
 
-def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
-    """What ``crosser`` may be stored as under ``config``, finest first."""
+def _ladder(
+    crosser: Crosser, config: HotConfig, measured: Mapping[str, StorageMeasure] | None
+) -> tuple[Scheme, ...]:
+    """What ``crosser`` may be stored as under ``config``, finest first; the last is the goal."""
     if config.memory is Memory.PAPER and not crosser.feeds_product:
         return (Scheme.EXACT,)
-    return tuple(
-        scheme
-        for scheme in crosser.schemes
-        if scheme in (Scheme.EXACT, Scheme.BITS) or scheme.spec.bits >= config.memory_bits
-    )
+    judged = measured if measured and config.error_budget is not None else None
+    fewest = config.memory_bits or (TRUSTED_BITS if judged is None else _MEASURED_BITS)
+    schemes = storable(crosser.measurable, judged, config) if judged else crosser.schemes
+    ladder = tuple(s for s in schemes if s in (Scheme.EXACT, Scheme.BITS) or s.spec.bits >= fewest)
+    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.by_measure
+    asked = config.memory_budget is not None or (judged and config.memory_bits)
+    return ladder[:2] if (crosser.norm or image) and not asked else ladder
 
 
-def _without_budget(crosser: Crosser, ladder: tuple[Scheme, ...]) -> Scheme:
-    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS
-    return ladder[1] if crosser.norm or image else ladder[-1]
+def _together(ladders: dict[Crosser, tuple[Scheme, ...]]) -> dict[Crosser, tuple[Scheme, ...]]:
+    """Of views of one storage none is stored if one is not: what was measured may differ."""
+    alone = {base(c.saved) for c, ladder in ladders.items() if len(ladder) == 1}
+    return {c: steps[:1] if base(c.saved) in alone else steps for c, steps in ladders.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +138,10 @@ def _offers(
         if len(ladder) > 1:
             storages.setdefault(base(crosser.saved), []).append(crosser)
     for together in storages.values():
-        ways = [[(c, _without_budget(c, ladders[c])) for c in together]]
+        ways = [[(c, ladders[c][-1]) for c in together]]
         if len(together) == 1:
             (crosser,) = together
-            last = ladders[crosser].index(ways[0][0][1])
-            ways = [[(crosser, scheme)] for scheme in ladders[crosser][1 : last + 1]]
+            ways = [[(crosser, scheme)] for scheme in ladders[crosser][1:]]
         for way in ways:
             prices = [price(c, _with_mask(c, scheme)) for c, scheme in way] if price else [None]
             known = [seconds for seconds in prices if seconds is not None]

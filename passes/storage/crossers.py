@@ -64,6 +64,8 @@ class Crosser:
     schemes: tuple[Scheme, ...]
     """What it may be stored as, finest first; only ``exact`` where ``reason`` says why."""
     reason: str = ""
+    by_measure: tuple[Scheme, ...] = ()
+    """Coarser ones, which its readers are not proven to tolerate: for what was measured."""
     feeds_product: bool = False
     """A layer's product reads it as it is: the x of the paper's ABC."""
     norm: bool = False
@@ -77,6 +79,11 @@ class Crosser:
     def name(self) -> str:
         """The forward node's name."""
         return self.saved.name
+
+    @property
+    def measurable(self) -> tuple[Scheme, ...]:
+        """What it may be stored as if that was measured, finest first."""
+        return (*self.schemes, *self.by_measure)
 
     @property
     def module(self) -> str:
@@ -126,6 +133,7 @@ class Judge:
             saved,
             restored,
             _possible(saved, reading),
+            by_measure=_on_trial(reading),
             feeds_product=reading.product,
             norm=reading.rows,
             masks=tuple(mask for mask in masks if mask),
@@ -234,11 +242,20 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
     return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)
 
 
+def _on_trial(reading: Reading) -> tuple[Scheme, ...]:
+    """What a softmax sees errs absolutely: how much 8 bits cost depends on how large it is."""
+    assert reading.chain is not None
+    return (Scheme.GROUPS8,) if reading.fine and reading.chain.plain else ()
+
+
 def _fitting(crosser: Crosser) -> Crosser:
     """``crosser`` without the schemes its layout does not allow."""
     problem, kept = "", []
+    value = in_memory(crosser.saved)
+    tried = tuple(s for s in crosser.by_measure if isinstance(layout_of(value, s), Layout))
+    crosser = dataclasses.replace(crosser, by_measure=tried)
     for scheme in crosser.schemes:
-        layout = layout_of(in_memory(crosser.saved), scheme)
+        layout = layout_of(value, scheme)
         if scheme is Scheme.EXACT or isinstance(layout, Layout):
             kept.append(scheme)
         else:
@@ -305,16 +322,23 @@ def _dtype(value: torch.Tensor) -> str:
 
 
 def _whole_storages(found: list[Crosser]) -> list[Crosser]:
-    """Views of one storage are packed together or not at all: one of them would keep it alive."""
-    exact: dict[fx.Node, Crosser] = {}
+    """Views of one storage are packed together or not at all: one of them would keep it alive.
+
+    Where all that stay exact could be packed if that was measured, so could the others.
+    """
+    exact: dict[fx.Node, list[Crosser]] = {}
     for crosser in found:
         if crosser.schemes == _EXACT:
-            exact.setdefault(base(crosser.saved), crosser)
-    return [
-        dataclasses.replace(
-            c, schemes=_EXACT, masks=(), reason=f"shares memory with {other.name}, exact"
-        )
-        if len(c.schemes) > 1 and (other := exact.get(base(c.saved))) is not None
-        else c
-        for c in found
-    ]
+            exact.setdefault(base(crosser.saved), []).append(crosser)
+    return [_beside(c, exact.get(base(c.saved), [])) for c in found]
+
+
+def _beside(crosser: Crosser, exact: list[Crosser]) -> Crosser:
+    """``crosser``, of whose storage ``exact`` are views, too."""
+    hopeless = next((c for c in exact if not c.by_measure), None)
+    if not exact or (len(crosser.schemes) == 1 and hopeless is None):
+        return crosser
+    first = hopeless or exact[0]
+    why = crosser.reason if crosser in exact else f"shares memory with {first.name}, exact"
+    rest = () if hopeless else (*crosser.schemes[1:], *crosser.by_measure)
+    return dataclasses.replace(crosser, schemes=_EXACT, by_measure=rest, masks=(), reason=why)

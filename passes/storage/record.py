@@ -30,7 +30,7 @@ class Crossing:
     scheme: str
     """How it is stored: a ``Scheme``."""
     reason: str
-    """Why it is not stored smaller, '' if it could be."""
+    """Why it is not stored smaller, '' if it could be; or the measured errors behind the choice."""
     packed: bool
     """A part of what one of our operators made of a layer's x."""
     parts: tuple[str, ...] = ()
@@ -44,6 +44,7 @@ def crossing(
     found: Sequence[Crosser],
     stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]],
     seconds: Mapping[Crosser, float | None],
+    verdicts: Mapping[Crosser, str] | None = None,
 ) -> tuple[Crossing, ...]:
     """The record of ``found``, largest first.
 
@@ -51,8 +52,9 @@ def crossing(
         found: what the forward keeps.
         stored: scheme and nodes of those that are stored otherwise than as they are.
         seconds: what that costs, as predicted before it was done.
+        verdicts: what was measured of some of them, in words.
     """
-    kept = []
+    kept, told = [], verdicts or {}
     for crosser in found:
         scheme, nodes = stored.get(crosser, (Scheme.EXACT, (crosser.saved,)))
         value = crosser.saved.meta["val"]
@@ -64,7 +66,7 @@ def crossing(
             bytes=sum(bytes_of(node.meta["val"]) for node in nodes),
             bytes_before=bytes_of(value),
             scheme=scheme.value,
-            reason=crosser.reason,
+            reason=told.get(crosser) or crosser.reason,
             packed=is_packed(crosser.saved),
             parts=tuple(node.name for node in nodes),
             seconds=seconds.get(crosser, 0.0) if crosser in stored else 0.0,

@@ -96,7 +96,7 @@ class _Edit:
         place = _after_last_use(saved)
         place = place if mask is None else max(place, mask.compared.next)
         emit = Emitter(self._forward, place, saved)
-        stored = _in_order(emit, saved)
+        stored = in_order(emit, saved)
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
         parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
         arriving = tuple(self._placeholder(part, beside) for part in parts)
@@ -140,10 +140,10 @@ class _Edit:
 
 def _make(mask: Mask, emit: Emitter) -> fx.Node:
     """``mask``'s comparison, in the forward."""
-    return emit(mask.node.target, _in_order(emit, mask.compared), *mask.node.args[1:])
+    return emit(mask.node.target, in_order(emit, mask.compared), *mask.node.args[1:])
 
 
-def _in_order(emit: Emitter, node: fx.Node) -> fx.Node:
+def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
     """``node``, its strides as they will be in memory: a copy in the graph, but not in the code."""
     if in_memory(node).stride() == node.meta["val"].stride():
         return node

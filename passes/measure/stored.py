@@ -1,0 +1,227 @@
+"""A crossing tensor, and the part of the backward up to the first gradients that it feeds.
+
+That part is a small graph of its own. Run with the tensor as it is, and as each scheme restores it,
+it tells what storing does to gradients: those of parameters, and those that other layers get. A
+path ends at the first product with a gradient, where it joins another gradient, and at a result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor, fx
+
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, module_path
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.pack import pack, unpack
+from hot_compile.passes.storage.readers import BATCHED, MOVES, PRODUCTS
+from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.store import in_order
+
+_MOST = 400
+"""Operators between a tensor and the gradients it feeds; beyond, it is not measured."""
+_SUMS = {aten.add.Tensor, aten.sum.dim_IntList, aten.sum.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """What a crossing tensor does to the gradients that it feeds."""
+
+    name: str
+    """As ``storage_names`` has it."""
+    ends: fx.GraphModule
+    """(the tensor, other operands) -> the gradients, as a tuple."""
+    own: tuple[bool, ...]
+    """Of each: it is a parameter's, and not one that other layers get."""
+    trips: Mapping[str, fx.GraphModule]
+    """By scheme: the tensor -> as it is restored."""
+
+    def errors(self, operands: Sequence[Tensor]) -> dict[str, Tensor]:
+        """By scheme: relative error of each gradient, [gradients] fp32; the tensor comes first."""
+        saved, *others = operands
+        want = self.ends(saved, *others)
+        found = {}
+        for scheme, trip in self.trips.items():
+            got = self.ends(trip(saved), *others)
+            found[scheme] = torch.stack([_error(*pair) for pair in zip(got, want, strict=True)])
+        return found
+
+
+def _error(got: Tensor, want: Tensor) -> Tensor:
+    distance = torch.dist(got.float(), want.float())
+    return torch.where(distance == 0, distance, distance / want.float().norm())
+
+
+def storage_names(forward: fx.Graph) -> dict[fx.Node, str]:
+    """What a profile calls each tensor: module path and operator, numbered where that is several.
+
+    Unlike nodes' names it does not depend on the rest of the model.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    names = {}
+    for node in forward.nodes:
+        if node.op != "call_function":
+            continue
+        kind = module_path(node) or "", getattr(node.target, "__name__", "").split(".")[0]
+        number = counts[kind]
+        counts[kind] += 1
+        names[node] = ":".join(kind) + (f":{number}" if number else "")
+    return names
+
+
+def fed_by(
+    graph: fx.Graph, found: Iterable[Crosser], forward: fx.Graph, backward: fx.Graph
+) -> list[tuple[Fed, tuple[fx.Node, ...]]]:
+    """What of ``graph`` tells the errors of storing each of ``found``, with the operands it reads.
+
+    Args:
+        graph: a joint graph, exact, as it was partitioned.
+        found: tensors that cross. forward, backward: what it was partitioned into.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    names = storage_names(forward)
+    recomputed = {n.name for n in backward.nodes if n.op == "call_function"}
+    gradients = closure(node for node in graph.nodes if is_tangent(node))
+    result = []
+    for crosser in found:
+        saved = nodes.get(crosser.name)
+        rounded = [s for s in crosser.measurable if s not in (Scheme.EXACT, Scheme.BITS)]
+        if saved is None or not rounded or crosser.saved not in names:
+            continue
+        part = _Part(saved, recomputed, gradients)
+        if part.ends and part.operands is not None:
+            masked = crosser.own_mask is not None
+            trips = {str(s): _round_trip(crosser, s.masked if masked else s) for s in rounded}
+            fed = Fed(names[crosser.saved], part.module(), part.own, trips)
+            result.append((fed, (saved, *part.operands)))
+    return result
+
+
+class _Part:
+    """The nodes between a tensor and the first gradients that it feeds."""
+
+    def __init__(self, saved: fx.Node, recomputed: Set[str], gradients: Set[fx.Node]) -> None:
+        self._saved, self._recomputed, self._gradients = saved, recomputed, gradients
+        self._live = {saved}
+        self._members: dict[fx.Node, None] = {}
+        self._ends: dict[fx.Node, None] = {}
+        node = saved.next
+        while node.op != "root" and len(self._members) <= _MOST:
+            if any(given in self._live for given in node.all_input_nodes):
+                self._visit(node)
+            node = node.next
+
+    def _visit(self, node: fx.Node) -> None:
+        """``node`` reads something made of the tensor."""
+        if node.op == "output":
+            self._end(n for n in node.all_input_nodes if n in self._live)
+        elif node not in self._gradients:
+            if node.name in self._recomputed and not _is_bool(node):  # masks cross without loss
+                self._follow(node)
+        elif self._joins(node):
+            self._end(n for n in node.all_input_nodes if n in self._live)
+        else:
+            self._follow(node)
+            product = node.args[0] if _is_getitem(node) else node
+            if _is_product(product) and isinstance(node.meta.get("val"), Tensor):
+                self._end([node])
+                self._live.discard(node)
+
+    def _follow(self, node: fx.Node) -> None:
+        self._members[node] = None
+        self._live.add(node)
+
+    def _end(self, nodes: Iterable[fx.Node]) -> None:
+        self._ends.update(dict.fromkeys(n for n in nodes if n in self._gradients))
+
+    def _joins(self, node: fx.Node) -> bool:
+        """``node`` adds a gradient that has nothing to do with the tensor."""
+        return node.target is aten.add.Tensor and any(
+            n in self._gradients and n not in self._live for n in node.all_input_nodes
+        )
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        """The gradients, if the part is small enough to be run."""
+        few = len(self._members) <= _MOST
+        return [n for n in self._ends if isinstance(n.meta.get("val"), Tensor)] if few else []
+
+    @property
+    def own(self) -> tuple[bool, ...]:
+        """Of each end: it is a parameter's gradient."""
+        return tuple(map(_is_result, self.ends))
+
+    @property
+    def operands(self) -> list[fx.Node] | None:
+        """What the part reads besides the tensor; None if some of it is no tensor."""
+        known = {self._saved, *self._members}
+        read = dict.fromkeys(g for n in self._members for g in n.all_input_nodes if g not in known)
+        return list(read) if all(isinstance(n.meta.get("val"), Tensor) for n in read) else None
+
+    def module(self) -> fx.GraphModule:
+        """(the tensor, operands) -> the ends."""
+        graph = fx.Graph()
+        given = [self._saved, *(self.operands or ())]
+        same = {node: graph.placeholder(node.name) for node in given}
+        for node in self._members:
+            same[node] = graph.node_copy(node, same.__getitem__)
+        graph.output(tuple(same[end] for end in self.ends))
+        return _runnable(graph)
+
+
+def _round_trip(crosser: Crosser, scheme: Scheme) -> fx.GraphModule:
+    """(a tensor as ``crosser`` saves it) -> as ``scheme`` restores it."""
+    graph = fx.Graph()
+    saved = graph.placeholder("saved")
+    saved.meta = dict(crosser.saved.meta)
+    output = graph.output(())
+    emit = Emitter(graph, output, saved)
+    stored = in_order(emit, saved)
+    mask = None if scheme is scheme.plain else emit(aten.gt.Scalar, stored, 0)
+    parts = pack(emit, stored, scheme, mask)
+    output.args = (unpack(emit, parts, stored.meta["val"], scheme),)
+    return _runnable(graph)
+
+
+def _runnable(graph: fx.Graph) -> fx.GraphModule:
+    """What arrives may have other strides than promised: a view may have to copy."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    graph.eliminate_dead_code()
+    return fx.GraphModule({}, graph)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Nothing but views and sums lies between ``node`` and what the backward returns."""
+    stack, results = [node], 0
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output":
+                results += 1
+            elif user.target in VIEWS | CASTS | MOVES | _SUMS:
+                stack.append(user)
+            else:
+                return False
+    return results > 0
+
+
+def _is_product(node: object) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    name = getattr(node.target, "__name__", "")
+    attention = "attention" in name and "backward" in name
+    ours = getattr(node.target, "namespace", "") == "hot"
+    return attention or ours or node.target in PRODUCTS or node.target in BATCHED
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_bool(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is torch.bool
