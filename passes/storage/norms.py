@@ -23,6 +23,7 @@ REDUCTIONS = {
     aten.amax.default,
     aten.amin.default,
 }
+_MULTIPLES = VIEWS | CASTS | _FACTORS | {aten.div.Tensor}
 _FOLLOWED = VIEWS | CASTS | REDUCTIONS | _FACTORS | {aten.div.Tensor, aten.squeeze.dims}
 
 
@@ -36,6 +37,25 @@ def spreads_again(reduction: fx.Node) -> bool:
                 stack.append(user)
             elif user.op != "output":
                 return True
+    return False
+
+
+def spreads(product: fx.Node, elements: int) -> bool:
+    """``product``, of a gradient and ``elements`` saved numbers, repeats each of them.
+
+    Or a multiple of it does: what is rounded there scales all that it meets alike, and no sum over
+    many errors averages it out (1 / deviation of a norm's rows).
+    """
+    stack, seen = [product], {product}
+    while stack:
+        node = stack.pop()
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and hint(value.numel()) > elements:
+            return True
+        multiples = (u for u in node.users if u.target in _MULTIPLES and u not in seen)
+        for user in multiples:
+            seen.add(user)
+            stack.append(user)
     return False
 
 

@@ -35,6 +35,7 @@ from hot_compile.passes.storage.norms import (
     cancels,
     is_number,
     is_softmax,
+    spreads,
     spreads_again,
     through_views,
 )
@@ -279,14 +280,14 @@ class _Reader:
     def _meet_gradient(self, node: fx.Node, product: fx.Node) -> None:
         """``product`` is a gradient's with ``node``: a norm or a softmax may follow."""
         known = self._known.gradients
-        made = product.meta["val"]
-        broadcast = isinstance(made, torch.Tensor) and hint(made.numel()) > self._elements
+        if spreads(product, self._elements):
+            self._refuse("a statistic: broadcast over more elements")
         for reduction in through_views(product):
             if reduction.target not in REDUCTIONS:
                 continue
             self._note_rows(reduction)
             summed = self._elements // max(1, hint(reduction.meta["val"].numel()))
-            if summed < _FEW and (broadcast or spreads_again(reduction)):
+            if summed < _FEW and spreads_again(reduction):
                 self._refuse("a norm over few elements: what it leaves may be less than the error")
         if not self.reading.channel and cancels(product, known):
             self._centre(node)

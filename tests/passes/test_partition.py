@@ -70,6 +70,24 @@ def test_attention_masks_and_softmax_statistics_stay_exact():
     assert any("logsumexp" in r or "attn" in r for r in reasons), reasons
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms", "scaled rows"])
+def test_what_scales_a_whole_row_of_the_gradient_stays_exact(norm):
+    """A norm's 1 / deviation, also divided by its width: one error for all of a row's gradient."""
+    first, last, gate = nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1)
+    norms = {"layer": nn.LayerNorm(256), "rms": nn.RMSNorm(256)}
+
+    def loss(x):
+        for _ in range(2):
+            y = norms[norm](x) if norm in norms else x * gate(x).sigmoid()
+            x = x + last(F.gelu(first(y)))
+        return x.square().mean()
+
+    kept = crossing(loss, torch.randn(512, 256, requires_grad=True), memory_min_bytes=0)
+    narrow = [c for c in kept if c.shape in (("512", "1"), ("512",))]
+    assert narrow
+    assert {c.scheme for c in narrow} == {"exact"}, narrow
+
+
 def test_logits_stay_exact_and_attention_weights_are_stored_as_probabilities():
     """A rounded logit is a factor of e to its error; a rounded probability is off by a percent."""
     head, first = nn.Linear(64, 512), nn.Linear(64, 64)
