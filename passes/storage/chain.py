@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten, is_pointwise
 from hot_compile.passes.site import hint
 from hot_compile.passes.storage import probe
-from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.passes.storage.schemes import Scheme
 
 _FACTORS = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self}
 """What may still be done to a value that another tensor multiplies."""
@@ -135,7 +135,7 @@ class Chain:
         values = {self._root: (x, probe.restored(x, scheme))}
         for node in self._order:
             values[node] = self._evaluate(node, values)
-        limit = probe.CENTRED if scheme.spec.unit is Unit.CHANNEL else probe.USUAL
+        limit = probe.CENTRED if scheme.spec.unit.centred else probe.USUAL
         limit = probe.FOUR_BITS if scheme is Scheme.INT4 else limit
         for node, inverse in self._ends:
             exact, rounded = values[node]

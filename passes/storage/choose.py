@@ -61,9 +61,12 @@ def _ladder(crosser: Crosser, config: HotConfig) -> tuple[Scheme, ...]:
     """What ``crosser`` may be stored as under ``config``, finest first."""
     if config.memory is Memory.PAPER and not crosser.feeds_product:
         return (Scheme.EXACT,)
+    possible = crosser.schemes
+    if crosser.norm and config.memory_bits > Scheme.INT4.spec.bits:
+        possible = possible[:2]  # what is left of a gradient behind a norm is small
     return tuple(
         scheme
-        for scheme in crosser.schemes
+        for scheme in possible
         if scheme in (Scheme.EXACT, Scheme.BITS) or scheme.spec.bits >= config.memory_bits
     )
 

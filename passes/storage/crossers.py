@@ -116,7 +116,8 @@ class Judge:
         reading = read(restored, self.facts, cuts)
         if reading.refusal:
             return Crosser(saved, restored, _EXACT, reading.refusal)
-        if reading.fine and not is_normalised(saved, self._activations):
+        bounded = is_normalised(saved, self._activations)
+        if reading.fine and not bounded:
             return Crosser(saved, restored, _EXACT, _UNBOUNDED)
         masks = [self._in_forward(mask) for mask in reading.masks]
         if None in masks:
@@ -124,7 +125,7 @@ class Judge:
         found = Crosser(
             saved,
             restored,
-            _possible(saved, reading),
+            _possible(saved, reading, bounded),
             feeds_product=reading.product,
             norm=reading.rows,
             masks=tuple(mask for mask in masks if mask),
@@ -221,8 +222,13 @@ def _along_rows(saved: fx.Node, reading: Reading) -> bool:
     return reading.rows or image or hint(layout.cut[1]) <= _ONE_PASS
 
 
-def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
-    """What the readers allow, finest first, whatever the tensor's layout."""
+def _possible(saved: fx.Node, reading: Reading, bounded: bool) -> tuple[Scheme, ...]:
+    """What the readers allow, finest first, whatever the tensor's layout.
+
+    Args:
+        saved, reading: the tensor and what was found of it.
+        bounded: a norm, weights or a bounded function stands before it.
+    """
     if reading.channel:
         return (Scheme.EXACT, Scheme.CHANNELS8)
     if reading.fine:  # on a uniform grid, which only a multiple of the tensor tolerates
@@ -231,7 +237,15 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
     eight = Scheme.ROWS8 if _along_rows(saved, reading) else Scheme.GROUPS8
     if reading.batched:
         return (Scheme.EXACT, eight)
+    if not bounded and not reading.rows:  # its rows may have more in common than apart
+        return (Scheme.EXACT, _centred(saved, reading), Scheme.INT4)
     return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)
+
+
+def _centred(saved: fx.Node, reading: Reading) -> Scheme:
+    """What leaves out what all rows, or all positions of an image, have in common."""
+    image = saved.meta["val"].dim() >= IMAGE_DIMS or reading.convolution
+    return Scheme.CHANNELS8 if image else Scheme.CENTRED8
 
 
 def _fitting(crosser: Crosser) -> Crosser:
@@ -268,7 +282,7 @@ def _tried(crosser: Crosser, reading: Reading) -> Crosser:
             break  # a coarser one would do worse
         kept.append(scheme)
     # a uniform grid is fine where codes are coarse: a tanh's slope is 1 - t^2, t almost 1
-    finer = len(kept) == 1 and Scheme.GROUPS6 in crosser.schemes and _wide(crosser.saved)
+    finer = len(kept) == 1 and Scheme.INT4 in crosser.schemes and _wide(crosser.saved)
     if finer and not reading.chain.try_scheme(Scheme.GROUPS12, crosser.saved):
         kept.append(Scheme.GROUPS12)
     if len(kept) == 1:

@@ -17,15 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.schemes import Scheme, Unit
 
 _WIDTH = 256
 """Elements of a row; each row has one scale of its own."""
 _SCALES = tuple(4.0**k for k in range(-8, 9))
 _SHIFTS = (0.0, 1.0, -1.0)
-_FAR_SHIFTS = (4.0, -4.0)
+_FAR_SHIFTS = (4.0, -4.0, 18.0, -18.0)
 _OUTLIER = 100.0
 _OUTLIERS = slice(5, None, 128)
+_LIKE, _ROTATED = 8, 29
+"""Rows of a tensor whose columns' means are found, and how far each is rotated from the last."""
 USUAL = 0.12
 """Largest relative error where values lie around zero: a cosine of 0.993."""
 CENTRED = 0.2
@@ -34,8 +36,8 @@ a function bends: 0.98."""
 _WITH_OUTLIERS = 0.2
 """The same of ordinary elements beside an outlier a hundred times as large: 0.98."""
 _FAR = 0.3
-"""The same where all values lie four deviations to one side of zero: 0.95. Activations are flat
-there, and what is left of their derivative is small."""
+"""The same where all values lie deviations to one side of zero, four or eighteen (a feature by
+itself, at the end of a sigmoid): 0.95. Activations are flat there, and what is left of their derivative is small."""
 _HUGE = 16.0
 """Deviations beyond this are judged as the far ones are."""
 FOUR_BITS = 1.0
@@ -71,10 +73,18 @@ _KINDS = len(_SHIFTS) + len(_FAR_SHIFTS) + 2
 
 def restored(values: Tensor, scheme: Scheme) -> Tensor:
     """``values`` [rows, elements] as they come back from ``scheme``, each row by itself."""
-    by_channel = scheme.spec.unit.value == "channel"
+    if scheme.spec.unit is Unit.CENTRED_ROW:
+        return torch.stack([_among_its_like(row, scheme) for row in values])
+    by_channel = scheme.spec.unit is Unit.CHANNEL
     given = values.t().contiguous() if by_channel else values
     back = _round_trip(scheme, given.dtype, tuple(given.shape))(given)
     return back.t() if by_channel else back
+
+
+def _among_its_like(row: Tensor, scheme: Scheme) -> Tensor:
+    """``row`` as it comes back from a tensor whose rows are like it: the same, rotated."""
+    rows = torch.stack([row.roll(place * _ROTATED) for place in range(_LIKE)])
+    return _round_trip(scheme, rows.dtype, tuple(rows.shape))(rows)[0]
 
 
 @lru_cache(maxsize=64)

@@ -99,6 +99,8 @@ class Reading:
     readers: int = 0
     product: bool = False
     """A layer's product, exact or ours, reads it through no more than views and casts."""
+    convolution: bool = False
+    """One of a convolution, then: its channels are dimension 1."""
     fine: bool = False
     """A softmax's backward reads it, which takes a difference: its errors are absolute."""
     batched: bool = False
@@ -186,7 +188,7 @@ class _Reader:
         elif user.target in VIEWS | CASTS | MOVES or _is_getitem(user):
             self._move(node, user)
         elif getattr(user.target, "namespace", "") == "hot":
-            self._product(node)
+            self._product(node, user)
         elif not is_pointwise(user):
             self._refuse(f"input of a recomputed region ({user.target})")
         elif _makes_bool(user):
@@ -264,7 +266,7 @@ class _Reader:
             self.reading.batched = self.reading.fine = True
             self._chain.end(node)
         elif user.target in PRODUCTS or getattr(user.target, "namespace", "") == "hot":
-            self._product(node)
+            self._product(node, user)
         elif not self._known.settled(user, self._elements):
             self._refuse("read before the first layer's backward: a loss stays exact")
         elif user.target is aten.native_batch_norm_backward.default:
@@ -299,7 +301,8 @@ class _Reader:
         else:
             self._refuse("its mean is taken from it, after it met the gradient")
 
-    def _product(self, node: fx.Node) -> None:
+    def _product(self, node: fx.Node, user: fx.Node) -> None:
+        self.reading.convolution |= "conv" in str(user.target)
         self.reading.product |= strip(node, VIEWS | CASTS | MOVES) is self._root
         self._chain.end(node)
 
