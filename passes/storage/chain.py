@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten, is_pointwise
 from hot_compile.passes.site import hint
 from hot_compile.passes.storage import probe
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.schemes import Scheme, Unit
 
 _FACTORS = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self}
 """What may still be done to a value that another tensor multiplies."""
@@ -135,7 +136,7 @@ class Chain:
         values = {self._root: (x, probe.restored(x, scheme))}
         for node in self._order:
             values[node] = self._evaluate(node, values)
-        limit = probe.CENTRED if scheme.spec.unit.centred else probe.USUAL
+        limit = probe.CENTRED if scheme.spec.unit is Unit.CHANNEL else probe.USUAL
         limit = probe.FOUR_BITS if scheme is Scheme.INT4 else limit
         for node, inverse in self._ends:
             exact, rounded = values[node]
@@ -148,9 +149,12 @@ class Chain:
         return ""
 
     def _regions(self, values: dict[fx.Node, tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Where each mask holds, and where not: a gradient may be let through there alone."""
+        """Where each mask holds, and where not, and what two have in common: a gradient may be let
+        through there alone (a clamp's is, between two comparisons)."""
         masks = [values[mask][0] for mask in self._masks]
-        return [region for mask in masks for region in (mask, ~mask)]
+        sides = [(mask, ~mask) for mask in masks]
+        both = [a & b for one, other in combinations(sides, 2) for a in one for b in other]
+        return [side for pair in sides for side in pair] + both
 
     def _evaluate(
         self, node: fx.Node, values: dict[fx.Node, tuple[Tensor, Tensor]]

@@ -6,7 +6,7 @@ A tensor whose readers are not all proven to tolerate rounding stays exact, with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 import torch
 from torch import fx
@@ -281,13 +281,22 @@ def _tried(crosser: Crosser, reading: Reading) -> Crosser:
         if problem:
             break  # a coarser one would do worse
         kept.append(scheme)
-    # a uniform grid is fine where codes are coarse: a tanh's slope is 1 - t^2, t almost 1
-    finer = len(kept) == 1 and Scheme.INT4 in crosser.schemes and _wide(crosser.saved)
-    if finer and not reading.chain.try_scheme(Scheme.GROUPS12, crosser.saved):
-        kept.append(Scheme.GROUPS12)
+    if len(kept) == 1:
+        others = _instead(crosser, reading)
+        kept += [s for s in others if not reading.chain.try_scheme(s, crosser.saved)][:1]
     if len(kept) == 1:
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
+
+
+def _instead(crosser: Crosser, reading: Reading) -> Iterator[Scheme]:
+    """What a chain may tolerate that does not tolerate ``crosser``'s finest scheme."""
+    if Scheme.INT4 not in crosser.schemes:
+        return  # a norm's, or attention's
+    if _wide(crosser.saved):  # uniform where codes are coarse: a tanh's slope is 1 - t^2, t almost 1
+        yield Scheme.GROUPS12
+    if crosser.schemes[1].spec.unit.centred:  # fine near zero, where functions bend
+        yield Scheme.ROWS8 if _along_rows(crosser.saved, reading) else Scheme.GROUPS8
 
 
 def _wide(saved: fx.Node) -> bool:
