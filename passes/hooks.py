@@ -59,12 +59,13 @@ class JointPass(_Uncopied, CustomGraphPass):
         self._context = context
         self._before = tuple(before)
         self.plan: Plan | None = None
+        self.differences: frozenset[str] = frozenset()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
         for step in self._before:
             step(graph)
-        self.plan = None
+        self.plan, self.differences = None, frozenset()
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
@@ -72,7 +73,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         if context.observation is not None:
             self._run(OBSERVED, joint)
         elif self._run(JOINT, joint):
-            self.plan = joint.plan
+            self.plan, self.differences = joint.plan, joint.differences
             context.recorder.graph("joint.after", graph)
 
     def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
@@ -150,7 +151,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         with self._recomputation():
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs = kwargs["num_fwd_outputs"]
-        return Partitioned(self._context, self._joint.plan, forward, backward, outputs)
+        kept = self._joint.differences
+        return Partitioned(self._context, self._joint.plan, forward, backward, outputs, kept)
 
     def _recomputation(self) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.

@@ -133,9 +133,9 @@ class Chain:
 
     def _try(self, scheme: Scheme, made: fx.Node) -> str:
         x = _typical_values(made)
-        values = {self._root: (x, probe.restored(x, scheme))}
-        for node in self._order:
-            values[node] = self._evaluate(node, values)
+        if scheme.spec.unit is Unit.CENTRED_ROW and not self._is_homogeneous(x):
+            return "bends near zero, where codes around another mean are coarse"
+        values = self._evaluated(x, probe.restored(x, scheme))
         limit = probe.CENTRED if scheme.spec.unit is Unit.CHANNEL else probe.USUAL
         limit = probe.FOUR_BITS if scheme is Scheme.INT4 else limit
         for node, inverse in self._ends:
@@ -147,6 +147,26 @@ class Chain:
                 if problem:
                     return problem
         return ""
+
+    def _evaluated(self, x: Tensor, other: Tensor) -> dict[fx.Node, tuple[Tensor, Tensor]]:
+        """All nodes of the chain at ``x`` and at ``other``, masks as they are at ``x``."""
+        values = {self._root: (x, other)}
+        for node in self._order:
+            values[node] = self._evaluate(node, values)
+        return values
+
+    def _is_homogeneous(self, x: Tensor) -> bool:
+        """Twice the argument gives twice the result, or the same, as of a ReLU and its slope.
+
+        Such a function has no scale of its own: it bends no finer than its values are spread.
+        """
+        values = self._evaluated(x, 2 * x)
+        pairs = [values[node] for node, _ in self._ends]
+        fine = [(one.isfinite() & two.isfinite(), one, two) for one, two in pairs]
+        return all(
+            torch.allclose(two[ok], 2 * one[ok], 1e-2) or torch.allclose(two[ok], one[ok], 1e-2)
+            for ok, one, two in fine
+        )
 
     def _regions(self, values: dict[fx.Node, tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Where each mask holds, and where not, and what two have in common: a gradient may be let

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
+from hot_compile.passes.differences import DIFFERENCED
 from hot_compile.passes.graph import (
     IMAGE_DIMS,
     VIEWS,
@@ -90,12 +91,18 @@ class Judge:
         forward, backward: what the partitioner made.
         inputs: which of the forward's placeholders are parameters.
         smallest: tensors of fewer bytes are not worth a kernel.
+        differences: names of the nodes that finite differences are made of.
     """
 
     def __init__(
-        self, forward: fx.Graph, backward: fx.Graph, inputs: GraphInputs, smallest: int
+        self,
+        forward: fx.Graph,
+        backward: fx.Graph,
+        inputs: GraphInputs,
+        smallest: int,
+        differences: Set[str] = frozenset(),
     ) -> None:
-        self._smallest = smallest
+        self._smallest, self._differences = smallest, differences
         self._activations = _activations(forward, inputs)
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
@@ -145,6 +152,8 @@ class Judge:
             return "compressed already, for a layer's product"
         if saved.meta.get("saved_tensor_with_no_vc_check"):
             return "kept by a custom autograd function"
+        if saved.name in self._differences and value.dtype is not torch.bool:
+            return DIFFERENCED
         if value.dtype is not torch.bool and value.dtype not in FLOATS:
             return f"not floating point: {_dtype(value)}"
         return ""
@@ -281,9 +290,11 @@ def _tried(crosser: Crosser, reading: Reading) -> Crosser:
         if problem:
             break  # a coarser one would do worse
         kept.append(scheme)
-    if len(kept) == 1:
-        others = _instead(crosser, reading)
-        kept += [s for s in others if not reading.chain.try_scheme(s, crosser.saved)][:1]
+    for scheme in _instead(crosser, reading) if len(kept) == 1 else ():
+        problem = reading.chain.try_scheme(scheme, crosser.saved)
+        if not problem:
+            kept.append(scheme)
+            break
     if len(kept) == 1:
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
@@ -293,10 +304,10 @@ def _instead(crosser: Crosser, reading: Reading) -> Iterator[Scheme]:
     """What a chain may tolerate that does not tolerate ``crosser``'s finest scheme."""
     if Scheme.INT4 not in crosser.schemes:
         return  # a norm's, or attention's
-    if _wide(crosser.saved):  # uniform where codes are coarse: a tanh's slope is 1 - t^2, t almost 1
-        yield Scheme.GROUPS12
     if crosser.schemes[1].spec.unit.centred:  # fine near zero, where functions bend
         yield Scheme.ROWS8 if _along_rows(crosser.saved, reading) else Scheme.GROUPS8
+    if _wide(crosser.saved):  # uniform where codes are coarse: a tanh's slope is 1 - t^2
+        yield Scheme.GROUPS12
 
 
 def _wide(saved: fx.Node) -> bool:

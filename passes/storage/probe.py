@@ -35,7 +35,8 @@ _WITH_OUTLIERS = 0.2
 """The same of ordinary elements beside an outlier a hundred times as large: 0.98."""
 _FAR = 0.3
 """The same where all values lie deviations to one side of zero, four or eighteen (a feature by
-itself, at the end of a sigmoid): 0.95. Activations are flat there, and what is left of their derivative is small."""
+itself, at the end of a sigmoid): 0.95. Activations are flat there, and what is left of their
+derivative is small."""
 _HUGE = 16.0
 """Deviations beyond this are judged as the far ones are."""
 FOUR_BITS = 1.0
