@@ -244,6 +244,9 @@ class _Reader:
         if not (sums or factors) or (user.args[0] is not node and user.target is aten.div.Tensor):
             return False
         vectors = len(others) == 1 and _by_channel(others[0], user)
+        if vectors and not self.reading.channel and self._of_parameters(others[0]):
+            # a gain or bias, which says nothing of how the values are spread, may follow any norm
+            vectors = len(user.meta["val"].shape) >= IMAGE_DIMS
         return vectors and self._chain.by_channel(node)
 
     def _sum(self, user: fx.Node, others: list[fx.Node]) -> None:
