@@ -114,6 +114,8 @@ class Emitter:
         if value.op != "call_function" or value.target in VIEWS:
             return value
         fake = value.meta["val"]
+        if not all(isinstance(n, int) for n in (*fake.shape, *fake.stride())):
+            return value  # sizes known at run time only are no arguments
         return self(aten.as_strided.default, value, list(fake.shape), list(fake.stride()))
 
 

@@ -64,12 +64,13 @@ class JointPass(_Uncopied, CustomGraphPass):
         self._context = context
         self._before = tuple(before)
         self.plan: Plan | None = None
+        self.differences: frozenset[str] = frozenset()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
         for step in self._before:
             step(graph)
-        self.plan = None
+        self.plan, self.differences = None, frozenset()
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
@@ -77,7 +78,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         if context.observation is not None:
             self._run(OBSERVED, joint)
         elif self._run(JOINT, joint):
-            self.plan = joint.plan
+            self.plan, self.differences = joint.plan, joint.differences
             context.recorder.graph("joint.after", graph)
 
     def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
@@ -183,7 +184,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         partition: Callable = self._inner or min_cut_rematerialization_partition
         with self._recomputation(plan, observed):
             forward, backward = partition(gm, joint_inputs, **kwargs)
-        return Partitioned(self._context, plan, forward, backward, kwargs["num_fwd_outputs"])
+        outputs, kept = kwargs["num_fwd_outputs"], self._joint.differences
+        return Partitioned(self._context, plan, forward, backward, outputs, kept)
 
     def _show_crossing(
         self,

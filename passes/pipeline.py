@@ -20,6 +20,7 @@ from torch import fx
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.cost.linear import Pricing, Rates
 from hot_compile.passes.cost.storing import StoragePrice, rows_seconds, storing_seconds
+from hot_compile.passes.differences import differenced, refuse
 from hot_compile.passes.exact.casts import cast_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
@@ -120,6 +121,8 @@ class Joint:
     graph: fx.Graph
     heads: tuple[HeadDecision, ...] = ()
     sites: list[Site] = dataclasses.field(default_factory=list)
+    differences: frozenset[str] = frozenset()
+    """Names of nodes that finite differences are made of."""
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
     plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
@@ -133,7 +136,10 @@ def _heads(joint: Joint) -> int:
 
 
 def _match(joint: Joint) -> int:
-    joint.sites = match(joint.graph, joint.context.inputs)
+    sites = match(joint.graph, joint.context.inputs)
+    kept = differenced(joint.graph, sites)
+    joint.differences = frozenset(node.name for node in kept)
+    joint.sites = refuse(sites, kept)
     return len(joint.sites) + len(joint.heads)
 
 
@@ -206,6 +212,8 @@ class Partitioned:
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
+    differences: frozenset[str] = frozenset()
+    """Names of nodes that finite differences are made of."""
     found: list[Crosser] = dataclasses.field(default_factory=list)
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
@@ -232,7 +240,8 @@ class Partitioned:
     def judge(self) -> Judge:
         """What says of the graphs, as they are now, which tensors tolerate rounding."""
         config = self.context.config
-        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes)
+        smallest, differences = config.memory_min_bytes, self.differences
+        return Judge(*self.graphs, self.context.inputs, smallest, differences)
 
 
 def _layouts(cut: Partitioned) -> int:

@@ -68,11 +68,11 @@ def test_peak_is_the_highest_point_not_the_sum():
 def test_report_predicts_what_is_measured(tmp_path):
     torch.manual_seed(0)
     layers = [nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)]
-    model, x = nn.Sequential(*layers * 2), torch.randn(2048, 256)
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    before, random = model[0].weight.grad, torch.get_rng_state()
+    model, x = nn.Sequential(nn.LayerNorm(256), *layers * 2), torch.randn(2048, 256)
+    model[1].weight.grad = torch.ones_like(model[1].weight)
+    before, random = model[1].weight.grad, torch.get_rng_state()
     report = memory_report(model, x, options={"keep_head": False})
-    assert model[0].weight.grad is before
+    assert model[1].weight.grad is before
     assert (before == 1).all()
     assert model[1:][-1].weight.grad is None
     assert torch.equal(random, torch.get_rng_state())

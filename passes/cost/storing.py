@@ -82,7 +82,7 @@ def _packed_by_another(crosser: Crosser, scheme: Scheme) -> bool:
     """
     unit = scheme.spec.unit
     readers = list(_readers(crosser.saved))
-    if unit is Unit.CHANNEL:
+    if unit.centred:
         return any(reader.target in REDUCTIONS for reader in readers)
     if unit is Unit.GROUP:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -132,9 +133,9 @@ class Chain:
 
     def _try(self, scheme: Scheme, made: fx.Node) -> str:
         x = _typical_values(made)
-        values = {self._root: (x, probe.restored(x, scheme))}
-        for node in self._order:
-            values[node] = self._evaluate(node, values)
+        if scheme.spec.unit is Unit.CENTRED_ROW and not self._is_homogeneous(x):
+            return "bends near zero, where codes around another mean are coarse"
+        values = self._evaluated(x, probe.restored(x, scheme))
         limit = probe.CENTRED if scheme.spec.unit is Unit.CHANNEL else probe.USUAL
         limit = probe.FOUR_BITS if scheme is Scheme.INT4 else limit
         for node, inverse in self._ends:
@@ -147,10 +148,33 @@ class Chain:
                     return problem
         return ""
 
+    def _evaluated(self, x: Tensor, other: Tensor) -> dict[fx.Node, tuple[Tensor, Tensor]]:
+        """All nodes of the chain at ``x`` and at ``other``, masks as they are at ``x``."""
+        values = {self._root: (x, other)}
+        for node in self._order:
+            values[node] = self._evaluate(node, values)
+        return values
+
+    def _is_homogeneous(self, x: Tensor) -> bool:
+        """Twice the argument gives twice the result, or the same, as of a ReLU and its slope.
+
+        Such a function has no scale of its own: it bends no finer than its values are spread.
+        """
+        values = self._evaluated(x, 2 * x)
+        pairs = [values[node] for node, _ in self._ends]
+        fine = [(one.isfinite() & two.isfinite(), one, two) for one, two in pairs]
+        return all(
+            torch.allclose(two[ok], 2 * one[ok], 1e-2) or torch.allclose(two[ok], one[ok], 1e-2)
+            for ok, one, two in fine
+        )
+
     def _regions(self, values: dict[fx.Node, tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Where each mask holds, and where not: a gradient may be let through there alone."""
+        """Where each mask holds, and where not, and what two have in common: a gradient may be let
+        through there alone (a clamp's is, between two comparisons)."""
         masks = [values[mask][0] for mask in self._masks]
-        return [region for mask in masks for region in (mask, ~mask)]
+        sides = [(mask, ~mask) for mask in masks]
+        both = [a & b for one, other in combinations(sides, 2) for a in one for b in other]
+        return [side for pair in sides for side in pair] + both
 
     def _evaluate(
         self, node: fx.Node, values: dict[fx.Node, tuple[Tensor, Tensor]]

@@ -80,9 +80,18 @@ def _ladder(
     fewest = config.memory_bits or (TRUSTED_BITS if judged is None else _MEASURED_BITS)
     schemes = storable(crosser.measurable, judged, config) if judged else crosser.schemes
     ladder = tuple(s for s in schemes if s in (Scheme.EXACT, Scheme.BITS) or s.spec.bits >= fewest)
+    return ladder[:2] if _keeps_eight_bits(crosser, config, bool(judged)) else ladder
+
+
+def _keeps_eight_bits(crosser: Crosser, config: HotConfig, judged: bool) -> bool:
+    """Fewer are for who asks: what is left of a gradient behind a norm is small."""
+    if judged and config.memory_bits:
+        return False
+    asked = config.memory_budget is not None
+    if crosser.norm:
+        return not asked or (config.memory_bits or TRUSTED_BITS) > Scheme.INT4.spec.bits
     image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.by_measure
-    asked = config.memory_budget is not None or (judged and config.memory_bits)
-    return ladder[:2] if (crosser.norm or image) and not asked else ladder
+    return image and not asked
 
 
 def _together(ladders: dict[Crosser, tuple[Scheme, ...]]) -> dict[Crosser, tuple[Scheme, ...]]:

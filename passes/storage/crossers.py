@@ -6,11 +6,12 @@ A tensor whose readers are not all proven to tolerate rounding stays exact, with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 import torch
 from torch import fx
 
+from hot_compile.passes.differences import DIFFERENCED
 from hot_compile.passes.graph import (
     IMAGE_DIMS,
     VIEWS,
@@ -98,12 +99,18 @@ class Judge:
         forward, backward: what the partitioner made.
         inputs: which of the forward's placeholders are parameters.
         smallest: tensors of fewer bytes are not worth a kernel.
+        differences: names of the nodes that finite differences are made of.
     """
 
     def __init__(
-        self, forward: fx.Graph, backward: fx.Graph, inputs: GraphInputs, smallest: int
+        self,
+        forward: fx.Graph,
+        backward: fx.Graph,
+        inputs: GraphInputs,
+        smallest: int,
+        differences: Set[str] = frozenset(),
     ) -> None:
-        self._smallest = smallest
+        self._smallest, self._differences = smallest, differences
         self._activations = _activations(forward, inputs)
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
@@ -124,7 +131,8 @@ class Judge:
         reading = read(restored, self.facts, cuts)
         if reading.refusal:
             return Crosser(saved, restored, _EXACT, reading.refusal)
-        if reading.fine and not is_normalised(saved, self._activations):
+        bounded = is_normalised(saved, self._activations)
+        if reading.fine and not bounded:
             return Crosser(saved, restored, _EXACT, _UNBOUNDED)
         masks = [self._in_forward(mask) for mask in reading.masks]
         if None in masks:
@@ -132,7 +140,7 @@ class Judge:
         found = Crosser(
             saved,
             restored,
-            _possible(saved, reading),
+            _possible(saved, reading, bounded),
             by_measure=_on_trial(reading),
             feeds_product=reading.product,
             norm=reading.rows,
@@ -153,6 +161,8 @@ class Judge:
             return "compressed already, for a layer's product"
         if saved.meta.get("saved_tensor_with_no_vc_check"):
             return "kept by a custom autograd function"
+        if saved.name in self._differences and value.dtype is not torch.bool:
+            return DIFFERENCED
         if value.dtype is not torch.bool and value.dtype not in FLOATS:
             return f"not floating point: {_dtype(value)}"
         return ""
@@ -229,8 +239,13 @@ def _along_rows(saved: fx.Node, reading: Reading) -> bool:
     return reading.rows or image or hint(layout.cut[1]) <= _ONE_PASS
 
 
-def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
-    """What the readers allow, finest first, whatever the tensor's layout."""
+def _possible(saved: fx.Node, reading: Reading, bounded: bool) -> tuple[Scheme, ...]:
+    """What the readers allow, finest first, whatever the tensor's layout.
+
+    Args:
+        saved, reading: the tensor and what was found of it.
+        bounded: a norm, weights or a bounded function stands before it.
+    """
     if reading.channel:
         return (Scheme.EXACT, Scheme.CHANNELS8)
     if reading.fine:  # on a uniform grid, which only a multiple of the tensor tolerates
@@ -239,6 +254,8 @@ def _possible(saved: fx.Node, reading: Reading) -> tuple[Scheme, ...]:
     eight = Scheme.ROWS8 if _along_rows(saved, reading) else Scheme.GROUPS8
     if reading.batched:
         return (Scheme.EXACT, eight)
+    if not bounded and not reading.rows:  # its rows may have more in common than apart
+        return (Scheme.EXACT, _centred(saved, reading), Scheme.INT4)
     return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)
 
 
@@ -246,6 +263,12 @@ def _on_trial(reading: Reading) -> tuple[Scheme, ...]:
     """What a softmax sees errs absolutely: how much 8 bits cost depends on how large it is."""
     assert reading.chain is not None
     return (Scheme.GROUPS8,) if reading.fine and reading.chain.plain else ()
+
+
+def _centred(saved: fx.Node, reading: Reading) -> Scheme:
+    """What leaves out what all rows, or all positions of an image, have in common."""
+    image = saved.meta["val"].dim() >= IMAGE_DIMS or reading.convolution
+    return Scheme.CHANNELS8 if image else Scheme.CENTRED8
 
 
 def _fitting(crosser: Crosser) -> Crosser:
@@ -284,13 +307,24 @@ def _tried(crosser: Crosser, reading: Reading) -> Crosser:
         if problem:
             break  # a coarser one would do worse
         kept.append(scheme)
-    # a uniform grid is fine where codes are coarse: a tanh's slope is 1 - t^2, t almost 1
-    finer = len(kept) == 1 and Scheme.GROUPS6 in crosser.schemes and _wide(crosser.saved)
-    if finer and not reading.chain.try_scheme(Scheme.GROUPS12, crosser.saved):
-        kept.append(Scheme.GROUPS12)
+    for scheme in _instead(crosser, reading) if len(kept) == 1 else ():
+        problem = reading.chain.try_scheme(scheme, crosser.saved)
+        if not problem:
+            kept.append(scheme)
+            break
     if len(kept) == 1:
         return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
     return dataclasses.replace(crosser, schemes=tuple(kept))
+
+
+def _instead(crosser: Crosser, reading: Reading) -> Iterator[Scheme]:
+    """What a chain may tolerate that does not tolerate ``crosser``'s finest scheme."""
+    if Scheme.INT4 not in crosser.schemes:
+        return  # a norm's, or attention's
+    if crosser.schemes[1].spec.unit.centred:  # fine near zero, where functions bend
+        yield Scheme.ROWS8 if _along_rows(crosser.saved, reading) else Scheme.GROUPS8
+    if _wide(crosser.saved):  # uniform where codes are coarse: a tanh's slope is 1 - t^2
+        yield Scheme.GROUPS12
 
 
 def _wide(saved: fx.Node) -> bool:

@@ -18,7 +18,9 @@ from hot_compile.passes.storage.schemes import Scheme, Unit
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
+_NARROWEST = 8
 MASK_BITS = 8
+MEAN_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,8 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
     image = _channels_last(value, order, run)
+    if unit is Unit.CENTRED_ROW:
+        return _centred_rows(value, order)
     if unit is Unit.CHANNEL:
         positions = (1, run // innermost, innermost) if image else ()
         return _by_channel(value, order, outer, positions)
@@ -79,6 +83,9 @@ def packed_bytes(value: Tensor, scheme: Scheme) -> int:
     elements = bytes_of(value) // value.dtype.itemsize
     if spec.unit is Unit.CHANNEL:
         sharing = hint(value.shape[CHANNEL_DIM])
+    elif spec.unit is Unit.CENTRED_ROW:
+        columns = hint(value.shape[-1])
+        return elements + elements // columns * spec.parameter_bytes + columns * MEAN_BYTES
     else:
         sharing = elements // layout.cut[1]
     return elements * spec.bits // 8 + sharing * spec.parameter_bytes
@@ -95,6 +102,14 @@ def _by_channel(
     place = order.index(CHANNEL_DIM)
     over = tuple(dim for dim in range(len(order)) if dim != place)
     return Layout(tuple(order), len(order), (), over)
+
+
+def _centred_rows(value: Tensor, order: list[int]) -> Layout | str:
+    """Rows share a scale, whichever dimension lies innermost in memory."""
+    columns = value.shape[-1]
+    if value.dim() == 1 or not isinstance(columns, int) or columns < _NARROWEST:
+        return f"no norm bounds it, and its rows of {columns} are too narrow to share a scale"
+    return Layout(tuple(order), len(order), (), (order.index(value.dim() - 1),))
 
 
 def _channels_last(value: Tensor, order: list[int], run: int) -> bool:

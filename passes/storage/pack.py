@@ -25,6 +25,7 @@ _TINY = 2.0**-120
 _UPPER_HALF = -0x10000
 """Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
 _NAN_WORD = 0x7FC00000
+_MOST = 4.0
 _STEPS12 = 2046
 _STEPS4 = 15
 _ROUNDING = 1.5 * 2.0**23
@@ -62,20 +63,23 @@ def pack(
         return _pack_12(emit, cut)
     values = emit.cast(cut, torch.float32)
     centre: tuple[fx.Node, ...] = ()
-    if scheme.spec.unit is Unit.CHANNEL:
+    unit = scheme.spec.unit
+    if unit is Unit.CHANNEL:
         given = None if mean is None else _shaped(emit, emit.permute(mean, layout.order), layout)
         values, width, centre = _centred(emit, values, layout.over, given)
     else:
+        if unit is Unit.CENTRED_ROW:
+            values, centre = _less_column_means(emit, values, layout.over)
         width = emit(aten.amax.default, _finite_size(emit, values), list(layout.over), True)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
-    if scheme.spec.unit is Unit.CHANNEL:  # found in another kernel than the one that applies it
+    if unit is Unit.CHANNEL:  # found in another kernel than the one that applies it
         reciprocal = emit.from_memory(reciprocal)
     code = _encode(emit, values, reciprocal, scheme.spec.levels)
     if mask is not None:
         lowest = emit.cast(_cut(emit, mask, layout), torch.int32)
         code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2), lowest)
-    if scheme.spec.unit is not Unit.CHANNEL:
+    if unit is not Unit.CHANNEL:
         scale = emit.cast(scale, torch.bfloat16)
     return emit.cast(code, torch.int8), scale, *centre
 
@@ -214,6 +218,28 @@ def _centred(
     width = emit(aten.maximum.default, above, below)
     mean = emit.from_memory(mean)
     return emit(aten.sub.Tensor, values, mean), width, (mean,)
+
+
+def _less_column_means(
+    emit: Emitter, values: fx.Node, rows: Sequence[int]
+) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """(values less the mean over all dimensions but ``rows``, that mean).
+
+    A row many times as large as is usual counts as if it were ``_MOST`` times that, or it would
+    move the mean away from all others. Numbers that are not finite count as zero.
+    """
+    others = [dim for dim in range(values.meta["val"].dim()) if dim not in rows]
+    size = _finite_size(emit, values)
+    width = emit(aten.amax.default, size, list(rows), True)
+    root = emit(aten.mean.dim, emit(aten.sqrt.default, width), others, True)
+    most = emit(aten.mul.Tensor, emit(aten.mul.Tensor, root, root), _MOST)
+    share = emit(aten.div.Tensor, most, emit(aten.clamp_min.default, width, _TINY))
+    share = emit(aten.clamp_max.default, share, 1.0)
+    finite = emit(aten.lt.Scalar, emit(aten.abs.default, values), math.inf)
+    counted = emit(aten.where.self, finite, values, _constant(emit, 0.0, like=values))
+    counted = emit(aten.mul.Tensor, counted, share)
+    mean = emit.from_memory(emit(aten.mean.dim, counted, others, True))
+    return emit(aten.sub.Tensor, values, mean), (mean,)
 
 
 def _pieces(emit: Emitter, x: fx.Node, count: int) -> list[fx.Node]:

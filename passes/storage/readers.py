@@ -100,6 +100,8 @@ class Reading:
     readers: int = 0
     product: bool = False
     """A layer's product, exact or ours, reads it through no more than views and casts."""
+    convolution: bool = False
+    """One of a convolution, then: its channels are dimension 1."""
     fine: bool = False
     """A softmax's backward reads it, which takes a difference: its errors are absolute."""
     batched: bool = False
@@ -187,7 +189,7 @@ class _Reader:
         elif user.target in VIEWS | CASTS | MOVES or _is_getitem(user):
             self._move(node, user)
         elif getattr(user.target, "namespace", "") == "hot":
-            self._product(node)
+            self._product(node, user)
         elif not is_pointwise(user):
             self._refuse(f"input of a recomputed region ({user.target})")
         elif _makes_bool(user):
@@ -243,6 +245,9 @@ class _Reader:
         if not (sums or factors) or (user.args[0] is not node and user.target is aten.div.Tensor):
             return False
         vectors = len(others) == 1 and _by_channel(others[0], user)
+        if vectors and not self.reading.channel and self._of_parameters(others[0]):
+            # a gain or bias, which says nothing of how the values are spread, may follow any norm
+            vectors = len(user.meta["val"].shape) >= IMAGE_DIMS
         return vectors and self._chain.by_channel(node)
 
     def _sum(self, user: fx.Node, others: list[fx.Node]) -> None:
@@ -265,7 +270,7 @@ class _Reader:
             self.reading.batched = self.reading.fine = True
             self._chain.end(node)
         elif user.target in PRODUCTS or getattr(user.target, "namespace", "") == "hot":
-            self._product(node)
+            self._product(node, user)
         elif not self._known.settled(user, self._elements):
             self._refuse("read before the first layer's backward: a loss stays exact")
         elif user.target is aten.native_batch_norm_backward.default:
@@ -300,7 +305,8 @@ class _Reader:
         else:
             self._refuse("its mean is taken from it, after it met the gradient")
 
-    def _product(self, node: fx.Node) -> None:
+    def _product(self, node: fx.Node, user: fx.Node) -> None:
+        self.reading.convolution |= "conv" in str(user.target)
         self.reading.product |= strip(node, VIEWS | CASTS | MOVES) is self._root
         self._chain.end(node)
 

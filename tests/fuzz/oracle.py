@@ -40,6 +40,9 @@ COARSE_BOUND = 0.45
 """Where four bits were asked for: cosine 0.9."""
 DRAWS = 3
 INPUT_NOISE, PRODUCT_NOISE = 1e-3, 1e-2
+FOUR_BIT_NOISE = 0.16
+"""What four bits change in a product: 12 % each in g_y's rows and W's columns (absmax / 7 steps,
+normal values). ``gx_bits=4`` has it in every layer, so it adds up along a chain of layers."""
 PRODUCTS = (
     *("AddmmBackward", "MmBackward", "ConvolutionBackward", "LinearBackward", "BmmBackward"),
     *("NativeBatchNormBackward", "NativeLayerNormBackward"),
@@ -170,8 +173,13 @@ def _inductor_uncompiled(gm: Any, inputs: Any, inner: Callable[..., Any], **_: A
     return compile_fx(gm, inputs, inner)
 
 
-def uncertainty(built: Built, exact: Step) -> list[tuple[float, dict[str, Tensor]]]:
-    """Differences (factor, {gradient: difference}) by which exact itself is uncertain."""
+def uncertainty(
+    built: Built, exact: Step, four_bits: bool = False
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """Differences (factor, {gradient: difference}) by which exact itself is uncertain.
+
+    ``four_bits``: also with every product's gradient as uncertain as four bits make it.
+    """
     found: list[tuple[float, dict[str, Tensor]]] = []
     model, inputs, base = built.model, built.inputs, exact
     if built.random:
@@ -192,6 +200,9 @@ def uncertainty(built: Built, exact: Step) -> list[tuple[float, dict[str, Tensor
         x = disturb(inputs[0].detach(), INPUT_NOISE).requires_grad_(inputs[0].requires_grad)
         found.append((1.5, differences(step(built.loss, moved, (x, *inputs[1:])), base)))
         found.append((4.0, differences(step(built.loss, model, inputs, PRODUCT_NOISE), base)))
+        if four_bits:
+            coarse = step(built.loss, model, inputs, FOUR_BIT_NOISE)
+            found.append((1.5, differences(coarse, base)))
     return found
 
 
@@ -302,7 +313,7 @@ def examine(case: Case, lower: bool = False) -> Verdict:
             return Verdict([], 0.0, {"inductor fails": Counter([theirs])})
         message = f"{type(error).__name__}: {error}"
         return Verdict([f"crash: {message[:600]}"], math.inf, {})
-    noise = uncertainty(built, exact)
+    noise = uncertainty(built, exact, dict(case.options).get("gx_bits") == 4)
     failures, worst = judge(case, got, exact, noise, bound_of(case, reports))
     failures += [f"warning: {w[:300]}" for w in warnings]
     failures += [

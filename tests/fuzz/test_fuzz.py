@@ -16,20 +16,9 @@ def clean(*arguments: str, jobs: int = 2) -> bool:
     return main([*arguments, "--jobs", str(jobs), "--shrink", "0", "--quiet"]) == 0
 
 
-COMMON = "rows with much in common (inputs a hundred deviations off): the common part cancels"
-SLIGHTLY = "a few per cent over its bound"
 KNOWN = {
-    39: COMMON,
-    358: COMMON,
-    396: "a scale before a batch norm, of a channel that hardly varies: its gradient cancels",
-    433: SLIGHTLY,
-    532: COMMON,
-    639: "ordinary rows behind a sigmoid that is saturated: its slope is s (1 - s), s almost 1",
-    695: SLIGHTLY,
-    703: SLIGHTLY,
-    923: COMMON,
-    926: SLIGHTLY,
-    937: COMMON,
+    695: "rows of a thousandth of their gradient's norm: 1 % over a bound as small",
+    992: "a scale between two batch norms: its gradient is zero but for noise",
 }
 """Seeds that are over their bound, and by what (docs/limits.md)."""
 

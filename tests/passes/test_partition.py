@@ -159,8 +159,8 @@ def test_relu_masks_are_bits_and_exact():
     dead = first(x).t() <= 0
     assert (first.weight.grad[dead] == 0).all()
     hidden = next(c for c in kept if c.shape == ("64", "256"))
-    count = 64 * 256
-    assert hidden.bytes == count * 3 // 4 + count // 128 * 2 + count // 8  # values, scales, mask
+    assert hidden.scheme == "centred8_mask"  # no norm bounds it
+    assert hidden.bytes == 64 * 256 + 64 * 2 + 256 * 4  # values and mask, scales, means
 
 
 def test_batch_norm_and_pooling_cross_compressed():
