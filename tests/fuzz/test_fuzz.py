@@ -18,9 +18,9 @@ def clean(*arguments: str, jobs: int = 2) -> bool:
 
 KNOWN = {
     695: "rows of a thousandth of their gradient's norm are 1 % over a bound that is as small",
-    992: "a scale between two batch norms, whose gradient is zero but for noise: 1 % over its bound",
+    992: "a scale between two batch norms: its gradient is zero but for noise, 1 % over its bound",
 }
-"""Seeds that are over their bound, and by what (docs/limits.md)."""
+"""Seeds that are over their bound, and by what (docs/memory.md)."""
 
 
 QUICK = 20
