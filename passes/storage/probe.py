@@ -24,6 +24,7 @@ _WIDTH = 256
 _SCALES = tuple(4.0**k for k in range(-8, 9))
 _SHIFTS = (0.0, 1.0, -1.0)
 _FAR_SHIFTS = (4.0, -4.0, 18.0, -18.0)
+_NARROW = 4.0
 _OUTLIER = 100.0
 _OUTLIERS = slice(5, None, 128)
 USUAL = 0.12
@@ -42,7 +43,8 @@ _HUGE = 16.0
 FOUR_BITS = 1.0
 """The same of INT4: it is the user's own choice, but for poles and what it knows nothing of."""
 _FEW = 8
-"""Elements within a mask, of a row of ``_WIDTH``, that are too few to be judged by themselves."""
+"""Elements within a mask, of a row of ``_WIDTH``, that are too few to be judged by themselves.
+Those that are almost zero do not count."""
 _DEAD, _FLAT, _FLAT_BESIDE = 1e-3, 0.02, 0.05
 """Rows whose results are this small, against the largest at this or a smaller scale, are not
 judged; ``_FLAT`` holds for the far ones, and ``_FLAT_BESIDE`` beside outliers."""
@@ -51,15 +53,16 @@ judged; ``_FLAT`` holds for the far ones, and ``_FLAT_BESIDE`` beside outliers."
 @lru_cache(maxsize=16)
 def samples(dtype: torch.dtype) -> Tensor:
     """[rows, elements]: normal at every scale and shift; with outliers; spread wide."""
-    noise = torch.Generator("cpu").manual_seed(0)
+    noise, narrow = (torch.Generator("cpu").manual_seed(seed) for seed in (0, 1))
 
-    def normal() -> Tensor:
-        return torch.randn(_WIDTH, generator=noise, device="cpu", dtype=torch.float32)
+    def normal(source: torch.Generator = noise) -> Tensor:
+        return torch.randn(_WIDTH, generator=source, device="cpu", dtype=torch.float32)
 
     rows = []
     for scale in _SCALES:
         for shift in (*_SHIFTS, *_FAR_SHIFTS):
-            rows.append((normal() + shift) * scale)
+            source = narrow if abs(shift) > _NARROW else noise
+            rows.append((normal(source) + shift) * scale)
         outliers = normal() * scale
         outliers[_OUTLIERS] *= _OUTLIER
         wide = normal()
@@ -115,7 +118,7 @@ def verdict(
     want, got = exact.double(), rounded.double()
     if within is not None:
         part = want.where(within, 0.0)
-        within = within & (within.sum(1, keepdim=True) >= _FEW)
+        within = within & (_alive(part) >= _FEW)
         want, got, limit = part.where(within, 0.0), got.where(within, 0.0), max(limit, _FAR)
     fine = want.isfinite().all(1) & x.double().isfinite().all(1)
     inside = want.isfinite() & (x.double().abs() < _HUGE)  # beyond, it may be an overflow
@@ -151,6 +154,13 @@ def _relative(got: Tensor, want: Tensor) -> Tensor:
     """Norm of each row's error over the row's norm; 0 where neither is anything."""
     error, norm = (got - want).norm(dim=1), want.norm(dim=1)
     return torch.where(error == 0, 0.0, error / norm.clamp_min(2.0**-140))
+
+
+def _alive(values: Tensor) -> Tensor:
+    """How many elements of each row [rows, elements] are no less than a thousandth of its largest,
+    [rows, 1]."""
+    size = values.abs()
+    return ((size >= _DEAD * size.amax(1, keepdim=True)) & (size > 0)).sum(1, keepdim=True)
 
 
 def _largest(values: Tensor) -> float:

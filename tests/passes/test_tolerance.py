@@ -22,7 +22,7 @@ def followed_by_a_layer(function, width=256):
         (lambda h: 1 / h, ""),
         (lambda h: torch.sin(30 * h), "periodic"),
         (lambda h: torch.exp(h) + torch.exp(2 * h), ""),
-        (lambda h: h.abs().sqrt(), "steep"),
+        (lambda h: h.abs().sqrt(), "pole"),
         (lambda h: torch.erfinv(h.clamp(-0.999, 0.999)), "steep"),
         (lambda h: torch.atanh(0.3 * h.sin()) + torch.erfinv(h.sin()), ""),
         (lambda h: h / h.amax(), ""),
