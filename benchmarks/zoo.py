@@ -53,9 +53,10 @@ measured with it: {trees}. How: the program's own description.
 *held*: bytes kept for the backward, of what they are uncompressed; *exact*: the share that stays as
 it is though it is large, and the commonest reason. *cosines* of parameters' gradients with exact
 ones: the worst, the fifth percentile, the median. Below a fifth percentile of 0.95 or a median of
-0.99: {beyond}. Where the worst alone is bad (dpn, fasternet, hgnet), it is a gain or a bias that a
-norm takes out again: its gradient is almost zero, less than the errors of its terms. timm:resnet
-has so few parameters that two such biases (norms of 0.002, the largest 2.5) are its percentile.
+0.99: {beyond}. Where the worst alone is bad (dpn, fasternet, hgnet), it is probably (by the
+architecture, not measured) a gain or a bias that a norm takes out again, whose gradient is almost
+zero. timm:resnet has so few parameters that two such biases (norms of 0.002, the largest 2.5) are
+its percentile.
 """
 app = typer.Typer(help=__doc__, add_completion=False)
 console = Console()

@@ -252,11 +252,11 @@ def gradients(model, x, gathered=True, **keywords):
     model.zero_grad()
     options = {**ALWAYS, **keywords.pop("options", {})}
     loss = lambda x: model(x).square().mean()  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
+    # cuDNN's fastest backward of a convolution sums in any order
+    in_order = torch.backends.cudnn.flags(enabled=True, deterministic=True)
+    with pytest.MonkeyPatch.context() as patch, in_order:
         if not gathered:
             patch.setattr(hooks, "FINISHED", ())
-        # cuDNN's fastest backward of a convolution sums in any order
-        patch.setattr(torch.backends.cudnn, "deterministic", True)
         _, reports = hot_step(loss, x, options=options, **keywords)
     assert reports
     return [p.grad.clone() for p in model.parameters()]
