@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -24,17 +25,22 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from report import environment
+from report import write_json
 from rich.console import Console
 from rich.table import Table
 from step import compile_for, synchronize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from data import glyphs
+
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 Config = Annotated[str, typer.Option(help="exact, hot, fast, hot:forward=int8, ...")]
 Json = Annotated[Path, typer.Option("--json", help="where the figures go")]
 Device = Annotated[str, typer.Option(help="cuda or cpu")]
+Rate = Annotated[float, typer.Option(help="highest learning rate")]
+Every = Annotated[int, typer.Option(help="steps between evaluations")]
 
 Batch = tuple[Tensor, ...]
 WARM_UP = 0.02
@@ -137,9 +143,7 @@ def _write(path: Path, run: Run, device: torch.device) -> None:
     step, loss, held_out, seconds = run.curve[-1]
     figures = f"loss {loss:.4f}, held out {held_out:.4f}, {seconds:.0f} s"
     Console().print(f"{run.config}: step {step} of {run.steps}, {figures}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"environment": environment(device), "run": asdict(run)}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(path, device, {}, [asdict(run)])
 
 
 @app.command()
@@ -152,8 +156,8 @@ def gpt2(
     length: Annotated[int, typer.Option(help="tokens a row")] = 1024,
     millions: Annotated[float, typer.Option(help="tokens to train on, in millions")] = 100.0,
     layers: Annotated[int, typer.Option(help="blocks of the model")] = 12,
-    rate: Annotated[float, typer.Option(help="highest learning rate")] = 6e-4,
-    every: Annotated[int, typer.Option(help="steps between evaluations")] = 500,
+    rate: Rate = 6e-4,
+    every: Every = 500,
 ) -> None:
     """GPT-2 as Hugging Face builds it, without dropout, on ``pretrain_data.py``'s tokens."""
     import transformers
@@ -210,16 +214,11 @@ def vit(
     epochs: Annotated[int, typer.Option(help="how often each is seen")] = 8,
     width: Annotated[int, typer.Option(help="of the model, in 64s per head")] = 384,
     depth: Annotated[int, typer.Option(help="blocks of the model")] = 12,
-    rate: Annotated[float, typer.Option(help="highest learning rate")] = 1e-3,
-    every: Annotated[int, typer.Option(help="steps between evaluations")] = 400,
+    rate: Rate = 1e-3,
+    every: Every = 400,
 ) -> None:
     """ViT-S on rendered letters, all different: 100 classes, a fifth held out."""
-    import sys
-
     from timm.models.vision_transformer import VisionTransformer
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from data import glyphs
 
     where = torch.device(device)
     data = glyphs(100, per_class=per_class)
@@ -264,7 +263,7 @@ def report(
     plot: Annotated[Path | None, typer.Option(help="picture of the held-out losses")] = None,
 ) -> None:
     """A table of several runs, each beside the first, and a picture of their curves."""
-    runs = [json.loads(path.read_text())["run"] for path in paths]
+    runs = [row for path in paths for row in json.loads(path.read_text())["rows"]]
     table = Table(
         "configuration", "held-out loss", "of the first's", "right", "ms a step", "MiB peak"
     )

@@ -23,23 +23,29 @@ app.command()(plan_cli.plan)
 app.command()(tune_cli.tune)
 console = Console()
 
+Script = Annotated[str, typer.Argument(help="a Python file, or with -m a module")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="the script's own")]
+Recipe = Annotated[str | None, typer.Option(help="base recipe, e.g. fast")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
+]
+Module = Annotated[bool, typer.Option("-m", help="run a module, as python -m does")]
+_AS_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What comes behind the script is the script's."""
+
 
 def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@app.command(context_settings=_AS_THE_SCRIPT)
 def run(
-    script: Annotated[str, typer.Argument(help="a Python file, or with -m a module")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own")] = None,
-    recipe: Annotated[str | None, typer.Option(help="base recipe, e.g. fast")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
+    script: Script,
+    arguments: Arguments = None,
+    recipe: Recipe = None,
+    settings: Settings = None,
+    module: Module = False,
     report: Annotated[
         Path | None, typer.Option(help="file for a page (HTML) of all that was done")
     ] = None,
@@ -55,19 +61,14 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@app.command(context_settings=_AS_THE_SCRIPT)
 def report(
-    script: Annotated[str, typer.Argument(help="a Python file, or with -m a module")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="the script's own")] = None,
+    script: Script,
+    arguments: Arguments = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="the page")] = Path("report.html"),
-    recipe: Annotated[str | None, typer.Option(help="base recipe, e.g. fast")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", help="run a module, as python -m does")] = False,
+    recipe: Recipe = None,
+    settings: Settings = None,
+    module: Module = False,
 ) -> None:
     """Run a script as ``run`` does, to its end, and write one page (HTML) of all that was done."""
     run(script, arguments, recipe, settings, module, output)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, strip
+from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, made_of, strip
 from hot_compile.passes.site import Site
 
 DIFFERENCED = "feeds a difference of two uses of one weight: what is left may be less than errors"
@@ -45,7 +45,7 @@ def differenced(graph: fx.Graph, sites: Iterable[Site]) -> set[fx.Node]:
             results.add(node)
         if _subtracts(node, results) and uses.compete(*node.args[:2]):
             results.add(node)
-            found |= _made_of(node)
+            found |= made_of(node)
     return found
 
 
@@ -120,14 +120,3 @@ def _cut_from(node: fx.Node) -> fx.Node | None:
     dim = cut.args[place] if len(cut.args) > place else cut.kwargs.get("dim", 0)
     whole = cut.args[0]
     return whole if dim == 0 and isinstance(whole, fx.Node) else None
-
-
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    """``node`` and everything that it is computed from."""
-    seen, stack = {node}, [node]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                stack.append(operand)
-    return seen

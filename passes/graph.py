@@ -92,6 +92,17 @@ def closure(seeds: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set
     return reached
 
 
+def made_of(node: fx.Node) -> set[fx.Node]:
+    """``node`` and everything that it is computed from."""
+    seen, stack = {node}, [node]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                stack.append(operand)
+    return seen
+
+
 def settle(graph: fx.Graph, places: Mapping[fx.Node, int]) -> None:
     """Order ``graph`` by ``places`` as far as operands come first.
 

@@ -119,8 +119,11 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split the joint graph, store what crosses by plan, and record what came of it."""
 
+        self._observe(gm, joint_inputs, kwargs)
+
         def again() -> Partitioned:
-            return self._cut(gm, joint_inputs, kwargs)
+            observed = self._context.observation is not None
+            return self._partitioned(gm, joint_inputs, kwargs, self._joint.plan, observed)
 
         cut, kept = self._stored(again)
         self._record(cut)
@@ -161,17 +164,15 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             half.recompile()
             self._context.recorder.graph(name, half)
 
-    def _cut(
+    def _observe(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
-    ) -> Partitioned:
+    ) -> None:
+        """Ready an observed graph, once: half a graph that failed is cut anew from the same."""
         observation = self._context.observation
         if observation is not None:
             _keep_random_draws(gm.graph)
             if observation.wants_stored and self._context.config.memory is not Memory.OFF:
                 self._show_crossing(gm, joint_inputs, kwargs, observation)
-        return self._partitioned(
-            gm, joint_inputs, kwargs, self._joint.plan, observation is not None
-        )
 
     def _partitioned(
         self,

@@ -24,6 +24,7 @@ from hot_compile.passes.graph import (
     closure,
     is_pointwise,
     is_tangent,
+    made_of,
     placeholders,
     strip,
 )
@@ -260,8 +261,8 @@ class _Reader:
 
     def _of_parameters(self, node: fx.Node) -> bool:
         """``node`` is made of parameters alone."""
-        sources = _sources(node)
-        return not any(n.name in self._known.activations or is_tangent(n) for n in sources)
+        given = (n for n in made_of(node) if n.op == "placeholder")
+        return not any(n.name in self._known.activations or is_tangent(n) for n in given)
 
     def _read_with_gradient(self, node: fx.Node, user: fx.Node) -> None:
         if _is_attention(user):
@@ -360,17 +361,6 @@ def _by_channel(other: fx.Node, user: fx.Node) -> bool:
     rest = [hint(n) for dim, n in enumerate(aligned) if dim != CHANNEL_DIM]
     same = hint(aligned[CHANNEL_DIM]) == hint(result[CHANNEL_DIM])
     return same and all(n == 1 for n in rest)
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """The placeholders that ``node`` is made of."""
-    seen, stack = {node}, [node]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                stack.append(operand)
-    return [n for n in seen if n.op == "placeholder"]
 
 
 def _makes_bool(node: fx.Node) -> bool:
