@@ -10,6 +10,23 @@ from typing import Any
 from torch._dynamo import config as dynamo_config
 
 
+class _Skipped(set[Callable[..., Any]]):
+    """Functions that Dynamo skips: those put in, and what ``_warns_once`` says when it is asked.
+
+    A set of functions would have to wait until Transformers is imported. That may happen after
+    this package's import, and Dynamo traces a model before it calls a backend.
+    """
+
+    def __contains__(self, function: object) -> bool:
+        return super().__contains__(function) or _warns_once(function)
+
+
+def _warns_once(function: object) -> bool:
+    """Whether it is the method that Transformers gives all loggers."""
+    known = getattr(logging.Logger, "warning_once", None)
+    return known is not None and function is known and "transformers" in sys.modules
+
+
 def trace_past_warnings() -> None:
     """Let Dynamo skip ``logger.warning_once`` where Hugging Face Transformers is loaded.
 
@@ -17,34 +34,5 @@ def trace_past_warnings() -> None:
     class names no loss of its own), so that all logits would have to cross from one graph to the
     next. What is skipped is a message, never a computation.
     """
-    warn = getattr(logging.Logger, "warning_once", None)
-    if "transformers" not in sys.modules or warn is None:
-        return
-    for name in ("ignore_logging_functions", "ignore_logger_methods"):  # since, and before, 2.13
-        if hasattr(dynamo_config, name):
-            getattr(dynamo_config, name).add(_Named(warn))
-            return
-
-
-class _Named(str):
-    """A function's name that is found where the function is looked for.
-
-    Dynamo writes its settings to its log as JSON, which a function does not go into.
-    """
-
-    _function: Callable[..., Any]
-
-    def __new__(cls, function: Callable[..., Any]) -> _Named:
-        self = super().__new__(cls, getattr(function, "__qualname__", str(function)))
-        self._function = function
-        return self
-
-    def __hash__(self) -> int:
-        return hash(self._function)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            other is self._function
-            or other is self
-            or (isinstance(other, _Named) and other._function is self._function)
-        )
+    if not isinstance(dynamo_config.ignore_logging_functions, _Skipped):
+        dynamo_config.ignore_logging_functions = _Skipped(dynamo_config.ignore_logging_functions)

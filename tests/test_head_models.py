@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hot_compile.backend import hot
-from hot_compile.frameworks import trace_past_warnings
 from hot_compile.inspect import Reports, explain, run_uncompiled
 from hot_compile.testing import cosine
 
@@ -79,7 +78,6 @@ def ids():
 
 def outcome(model, backend):
     """(loss, logits, all gradients as one vector)."""
-    trace_past_warnings()  # the backend may have been imported before the framework, here only
     torch._dynamo.reset()
     model.zero_grad()
     result = torch.compile(model, backend=backend)(input_ids=ids(), labels=ids())

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hot_compile.backend import hot
-from hot_compile.frameworks import trace_past_warnings
 from hot_compile.inspect import Reports, run_uncompiled
 
 VOCABULARY, RANKS = 509, 2
@@ -52,7 +51,6 @@ class Tied(nn.Module):
 def hugging_face(name="GPT2LMHeadModel", **sizes):
     """A causal model of a few thousand weights, without dropout."""
     transformers = pytest.importorskip("transformers")
-    trace_past_warnings()  # the backend may have been imported before the framework, here only
     torch.manual_seed(0)
     owner = getattr(transformers, name)
     if name == "GPT2LMHeadModel":
