@@ -289,13 +289,11 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.savefig(file)
 
 
-def _measure_all(names: list[str], arguments: list[str], jobs: int) -> list[Row]:
-    rows: list[Row] = []
+def _measure_all(names: list[str], arguments: list[str], jobs: int) -> Iterator[list[Row]]:
     for first in range(0, len(names), jobs):
         children = [Child(name, arguments) for name in names[first : first + jobs]]
         for child in [child for child in children if child.compiled()]:
-            rows += child.rows()
-    return rows
+            yield child.rows()
 
 
 def main(
@@ -316,12 +314,14 @@ def main(
     if unknown := [name for name in rows.split(",") if name not in CASES]:
         raise typer.BadParameter(f"got {', '.join(unknown)}; known are {', '.join(CASES)}")
     arguments = ["--device", device, "--dtype", dtype, "--configs", configs]
-    measured = _measure_all(rows.split(","), [*arguments, "--rounds", str(rounds)], jobs)
+    measured: list[Row] = []
     where = torch.device(device)
+    settings = {"dtype": dtype, "configs": configs, "rounds": rounds, "jobs": jobs}
+    for more in _measure_all(rows.split(","), [*arguments, "--rounds", str(rounds)], jobs):
+        measured += more
+        if json_file:  # each time: what was measured stays, whatever stops the rest
+            write_json(json_file, where, settings, [asdict(row) for row in measured])
     Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
-    if json_file:
-        settings = {"dtype": dtype, "configs": configs, "rounds": rounds, "jobs": jobs}
-        write_json(json_file, where, settings, [asdict(row) for row in measured])
     if plot_file:
         plot(measured, plot_file)
     return measured

@@ -119,4 +119,10 @@ def _cut_from(node: fx.Node) -> fx.Node | None:
     place = _PARTS[cut.target]
     dim = cut.args[place] if len(cut.args) > place else cut.kwargs.get("dim", 0)
     whole = cut.args[0]
-    return whole if dim == 0 and isinstance(whole, fx.Node) else None
+    return whole if dim == 0 and isinstance(whole, fx.Node) and not _is_ours(whole) else None
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """A head's statistics lie one behind the other: the loss's log-sum-exp less its logit."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    return isinstance(maker, fx.Node) and getattr(maker.target, "namespace", "") == "hot"

@@ -99,3 +99,23 @@ def test_weights_used_again_are_no_difference(model, x, loss):
     assert not [d for d in report.plan if d.reason == DIFFERENCED]
     assert not [c for c in report.crossing if c.reason == DIFFERENCED]
     assert [c for c in report.crossing if c.scheme != "exact"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])  # the head's gradients in either graph
+def test_a_head_in_chunks_is_no_difference(reduction):
+    """Its statistics lie one behind the other, and the loss takes one from another."""
+    torch.manual_seed(0)
+    words = nn.Embedding(256, 64)
+
+    def loss(x, target):
+        y = F.gelu(body[1](F.gelu(body[0](F.layer_norm(x, (64,))))))
+        losses = F.cross_entropy(F.linear(body[2](y), words.weight), target, reduction=reduction)
+        return (losses * weights).sum() if reduction == "none" else losses
+
+    body = nn.ModuleList([nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 64)])
+    ids, target, weights = torch.randint(256, (512,)), torch.randint(256, (512,)), torch.rand(512)
+    options = {**ALL, "min_gain": 0, "keep_head": True, "head_min_bytes": 0}
+    _, (report,) = hot_step(lambda ids, t: loss(words(ids), t), ids, target, options=options)
+    assert [head.chunked for head in report.plan.heads] == [True]
+    assert not [d for d in report.plan if d.reason == DIFFERENCED]
+    assert sum(c.scheme != "exact" for c in report.crossing) >= 2
