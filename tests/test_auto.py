@@ -299,3 +299,34 @@ def test_lowered_by_inductor_as_in_a_users_run(tmp_path):
     assert norms[4] != norms[0]
     assert norms[4] == pytest.approx(norms[0], rel=0.05)
     assert run() == ([norms[4]] * 5, 1)
+
+
+class Logits(nn.Module):
+    """Returns its logits, too, as Hugging Face's models do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = net(), nn.Linear(64, 128)
+
+    def forward(self, x):
+        logits = self.head(F.gelu(self.body(x)))
+        return F.cross_entropy(logits, x.argmax(1)), logits
+
+
+@pytest.mark.parametrize("keep_head", [True, False])
+def test_an_output_that_no_loss_depends_on(tmp_path, keep_head, recwarn):
+    options = {**ALWAYS, "profile": tmp_path / "p.json", "keep_head": keep_head}
+    options |= {"head_min_bytes": 0, "error_budget": 0.02}
+    model, reports = Logits(), Reports()
+    backend = functools.partial(
+        hot, options=options, recorder=reports, inner_compile=run_uncompiled
+    )
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(7):
+        loss, logits = compiled(torch.randn(64, 64))
+        loss.backward()
+        assert logits.requires_grad
+    assert set(Profile.load(tmp_path / "p.json").layers) >= {"body.0", "body.2"}
+    assert len(reports.graphs) == 2
+    assert not [w for w in recwarn if "not observed" in str(w.message)]

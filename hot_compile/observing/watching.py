@@ -159,7 +159,7 @@ class _Look:
         """Before the step's forward."""
         self._code = code
         self._args = [_copied(a) if i in code.mutated else a for i, a in enumerate(args)]
-        self._tangents: dict[int, Tensor] = {}
+        self._tangents: dict[int, Tensor | None] = {}
         self.deviation: Tensor | None = None
         """How far the twin's outputs are from the step's; None if the twin did not run."""
         self.exact: dict[str, Tensor] = {}
@@ -232,10 +232,12 @@ class _Look:
             with torch.enable_grad():
                 outputs = self._code.run(*given)
             deviation = _deviation(_sampled(outputs), self._sample)
-            ends = [outputs[place] for place in self._tangents]
+            # of an output that nobody's loss depends on, hooks are told of no gradient
+            tangents = {place: t for place, t in self._tangents.items() if t is not None}
+            ends = [outputs[place] for place in tangents]
             del outputs, given
             leaves = [a for a in inputs if _differentiable(a)]
-            torch.autograd.grad(ends, leaves, list(self._tangents.values()), allow_unused=True)
+            torch.autograd.grad(ends, leaves, list(tangents.values()), allow_unused=True)
         self.deviation, self.exact = deviation, self._code.observation.taken()
 
 
