@@ -14,9 +14,10 @@ not run again, a process that dies costs one model.
 
 Some gradients are nearly nothing: of a bias in front of a norm, say, whose terms cancel. Any error
 that is small beside the terms is large beside such a gradient. So eager's own backward runs once
-more with noise: 1 % of its norm, which is what 8 bits err by, is added to the gradient that every
-layer with a matrix of weights gets. What this leaves a cosine below 0.95 of is not *firm*. It knows
-nothing of hot. Cosines of firm gradients stand beside those of all, never instead of them.
+more with noise of 1 %, which is what 8 bits err by: of the norm of the gradient that every layer
+with a matrix of weights gets, and of every value of the large activations that it reads. What this
+leaves a cosine below 0.95 of is not *firm*. It knows nothing of hot. Cosines of firm gradients
+stand beside those of all, never instead of them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from zoo_models import every_model as plain_models
 from zoo_more import more_models
 
 from hot_compile.backend import hot
+from hot_compile.config import HotConfig
 from hot_compile.record import Reports, run_uncompiled
 
 RESULTS = Path(__file__).parent.parent / "out" / "zoo.jsonl"
@@ -51,7 +53,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "measured" / "zoo.md"
 STEPS, RATE = 3, 1e-3
 OPTIONS = {"min_gain": 0}
 NOISE, FIRM = 0.01, 0.95
-"""Relative error put on every layer's gradient, and the cosine that a firm gradient keeps."""
+"""Relative error put on every layer's gradient and on large activations, and the cosine that a firm
+gradient keeps."""
+LARGE = HotConfig().memory_min_bytes
 _INTRODUCTION = """# The zoo
 
 Written by `python benchmarks/zoo.py page`: {count} of the {known} models that it knows, one of each
@@ -127,7 +131,8 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 
 def noisy_gradients(built: Built) -> dict[str, Tensor]:
-    """Every parameter's, where each layer's own gradient comes with an error of ``NOISE``."""
+    """Every parameter's, by a backward whose every input comes with an error of ``NOISE``."""
+    weights = {p.untyped_storage().data_ptr() for p in built.model.parameters()}
 
     def disturb(gradient: Tensor) -> Tensor:
         noise = torch.randn_like(gradient)
@@ -137,9 +142,17 @@ def noisy_gradients(built: Built) -> dict[str, Tensor]:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(disturb)
 
+    def restored(saved: Tensor) -> Tensor:
+        own = saved.untyped_storage().data_ptr() in weights
+        if own or not saved.is_floating_point() or saved.nbytes < LARGE:
+            return saved
+        return saved * (1 + NOISE * torch.randn_like(saved))  # keeps zeros and signs, so masks, too
+
     handles = [m.register_forward_hook(listen) for m in built.model.modules() if _multiplies(m)]
     try:
-        return gradients(built.loss(built.model), built.model)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, restored):
+            loss = built.loss(built.model)
+        return gradients(loss, built.model)
     finally:
         for handle in handles:
             handle.remove()
@@ -304,6 +317,16 @@ def _line(r: Result) -> str:
     )
 
 
+def _firm(r: Result) -> str:
+    """Cosines of firm gradients, and of how many; '' if an earlier run did not say."""
+    if r.firm is None or r.firm_percentile is None:
+        return ""
+    if r.firm == r.compared:
+        return "all are"
+    cosines = f"{r.firm_worst:.3f}, {r.firm_percentile:.3f}, {r.firm_median:.4f}"
+    return f"{cosines} ({r.firm} of {r.compared})"
+
+
 @app.command()
 def page(
     results: Annotated[Path, typer.Option(help="what run wrote")] = RESULTS,
@@ -316,8 +339,13 @@ def page(
     counts = Counter(r.tree or "unknown" for r in rows).most_common()
     trees = ", ".join(f"{tree} ({count})" for tree, count in counts)
     beyond = [r.name for r in rows if r.percentile < 0.95 or r.median < 0.99]
+    measured = [r for r in rows if r.firm_percentile is not None]
+    still = [r.name for r in measured if r.firm_percentile < 0.95 or r.firm_median < 0.99]
     today = time.strftime("%Y-%m-%d")
-    header = ("model", "rewritten", "uncompressed, MB", "held", "exact", "cosines", "loss off by")
+    header = (
+        "model", "rewritten", "uncompressed, MB", "held", "exact", "cosines", "of firm gradients",
+        "loss off by",
+    )  # fmt: skip
     lines = [
         _INTRODUCTION.format(
             count=len(rows),
@@ -326,6 +354,8 @@ def page(
             torch=made["torch"],
             trees=trees,
             beyond=", ".join(beyond) or "none",
+            measured=len(measured),
+            still=", ".join(still) or "none",
         ),
         "| " + " | ".join(header) + " |",
         "|---" * len(header) + "|",
@@ -333,10 +363,11 @@ def page(
     for r in sorted(rows, key=lambda r: r.name):
         whole = max(1, r.uncompressed)
         exact = f"{r.exact / whole:.0%} ({r.reason})" if r.exact > 0.02 * whole else ""
-        cosines = f"{r.worst:.3f} ({r.worst_name}), {r.percentile:.3f}, {r.median:.4f}"
+        norm = "" if r.worst_norm is None else f", norm {r.worst_norm:.0e}"
+        cosines = f"{r.worst:.3f} ({r.worst_name}{norm}), {r.percentile:.3f}, {r.median:.4f}"
         cells = (
             r.name, f"{r.rewritten} of {r.products}", f"{whole / 1e6:.1f}",
-            f"{r.held / whole:.0%}", exact, cosines, f"{r.loss_off:.0e}",
+            f"{r.held / whole:.0%}", exact, cosines, _firm(r), f"{r.loss_off:.0e}",
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     if failed:
