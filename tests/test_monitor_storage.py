@@ -235,7 +235,7 @@ def test_compiled_by_inductor():
     model, loss, change = net()
     run = Run(model, loss, lower=True).steps(4)
     change()
-    run.steps(6)
+    run.steps(8)
     assert set(run.monitor.raised) == {SICK}
     assert run.worst < BUDGET
 
