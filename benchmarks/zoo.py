@@ -70,9 +70,10 @@ Beside the worst stands its norm, relative to the model's largest gradient.
 """
 _CAUSES = """## Gradients that are nearly nothing
 
-Measured of the four models whose worst cosine is bad (2026-11-23, CPU, fp32, graphs run uncompiled; `benchmarks/zoo.py` says what *firm* is). *noisy* is the cosine of eager PyTorch's own
-gradient where its backward works with noise of 1 % instead of hot; *norm* that of the exact
-gradient relative to the model's largest. The last two are hot's, with the layers' products exact
+Measured of the four models whose worst cosine is bad (2026-11-23, CPU, fp32, graphs run uncompiled;
+`benchmarks/zoo.py` says what *firm* is). *noisy* is the cosine of eager PyTorch's own gradient
+where its backward works with noise of 1 % instead of hot; *norm* that of the exact gradient
+relative to the model's largest. The last two are hot's, with the layers' products exact
 (`exclude="*"`) and with storage exact.
 
 | model | gradient | norm | hot | noisy | products exact | `memory="off"` |
@@ -83,16 +84,16 @@ gradient relative to the model's largest. The last two are hot's, with the layer
 | timm:dpn | features.conv1_1.bn.weight | 1e-4 | 0.075 | 0.194 | 0.130 | 0.997 |
 | timm:hgnet | stages.1.blocks.0.aggregation.1.lab.scale | 2e-5 | -1.000 | -1.000 | -1.000 | 1.000 |
 
-Exact fp32 gets them right (cosine with fp64 1.000); an error of 1 % in all that the backward reads
-spoils them, hot's like any other. (By the architecture each is a gain or shift in front of something
-that takes it out again, so that its gradient's terms cancel.) What spoils them in hot is the products
-in resnet and fasternet, storage in dpn and hgnet. Three draws of noise leave resnet's two 0.74 to
-0.89 and 0.78 to 0.91. Of firm gradients the worst, the fifth percentile and the median are 0.998,
-0.9985, 0.9997 in resnet (28 of 30; two are its percentile because it has so few), 0.999, 0.999,
-0.9995 in fasternet (77 of 80), 0.976, 0.997, 0.9984 in dpn (216 of 217) and 0.992, 0.998, 0.9993 in
-hgnet (151 of 155). The 1 % is what 8 bits err by, the 0.95 the bar for percentiles; that large
-activations get noise, too, was added when noise in layers' gradients alone did not explain dpn and
-hgnet.
+Exact fp32 gets them right (cosine with fp64 1.000); an error of 1 % in layers' gradients and large
+activations spoils them, hot's like any other. (By the architecture each is a gain or shift in front
+of something that takes it out again, so that its gradient's terms cancel.) What spoils them in hot
+is the products in resnet and fasternet, storage in dpn and hgnet. Three draws of noise leave
+resnet's two 0.74 to 0.89 and 0.78 to 0.91. Of firm gradients the worst, the fifth percentile and
+the median are 0.998, 0.9985, 0.9997 in resnet (28 of 30; two are its percentile because it has so
+few), 0.999, 0.999, 0.9995 in fasternet (77 of 80), 0.976, 0.997, 0.9984 in dpn (216 of 217) and
+0.992, 0.998, 0.9993 in hgnet (151 of 155). The 1 % is what 8 bits err by, the 0.95 the bar for
+percentiles; that large activations get noise, too, was added when noise in layers' gradients alone
+did not explain dpn and hgnet.
 """
 app = typer.Typer(help=__doc__, add_completion=False)
 console = Console()
