@@ -18,6 +18,7 @@ from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing.monitor import Gauge
 from hot_compile.observing.raising import Stored, bits_of, raised_bits
 from hot_compile.passes.measure.profile import StorageMeasure
+from hot_compile.passes.measure.stored import Fed
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
 BUDGET = 0.28
@@ -182,8 +183,12 @@ def test_it_ends(budget):
 
 
 def test_an_error_that_no_tensor_makes_takes_the_rungs(monkeypatch):
-    """Nothing that crosses is measured: what is said of storage is said of the whole graph."""
-    monkeypatch.setattr(Gauge, "stored", lambda *_: None)
+    """Nothing that crosses can be measured: then storage is changed in the whole graph."""
+
+    def too_short(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Fed, "errors", too_short)
     model, loss, change = net()
     change()
     run = Run(model, loss).steps(10)
@@ -227,6 +232,22 @@ def test_data_that_drift_raise_the_tensor_that_sees_them():
     change()
     run.steps(8)
     assert set(run.monitor.raised) == {"0.fc1:addmm"}
+    assert run.worst < BUDGET
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_budget": 0.25},
+        {"recompute": False},
+        {"schedule": [{"until_step": 3, "gx_bits": 8}, {"gx_bits": 4}]},
+    ],
+)
+def test_beside_other_options(options):
+    model, loss, change = net()
+    change()
+    run = Run(model, loss, **options).steps(9)
+    assert set(run.monitor.raised) == {SICK}
     assert run.worst < BUDGET
 
 

@@ -12,6 +12,7 @@ watched, too, with what is stored for the backward, and the tensors found to bla
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -327,8 +328,9 @@ class Gauge(Observer):
         self._pending.append((layer, WHOLE, figures) if weight else (name, "grad", figures))
 
     def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
-        """Measure what storing one tensor does."""
-        self._told.append((fed, fed.errors(operands)))
+        """Measure what storing one tensor does, unless memory is too short for that."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._told.append((fed, fed.errors(operands)))
 
     def read_stored(self) -> dict[str, Stored]:
         """What crossed in the backwards since the last call, as far as that was measured."""
