@@ -149,7 +149,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         cut = again()
         try:
             run("partitioned", PARTITIONED, cut, cut.named)
-            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts)
+            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts, cut.fewest)
             if cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.fewest))
                 tell(idle_bits(cut.names.values(), self._context.asked or self._context.config))

@@ -182,6 +182,16 @@ def test_it_ends(budget):
     assert len(run.reports.graphs) == graphs <= 6
 
 
+def test_a_layer_that_is_demoted_is_not_looked_at_twice(monkeypatch):
+    """Its own strategy and storage both leave the budget: the strategy first, without a look."""
+    monkeypatch.setattr(Gauge, "stored", lambda *_: pytest.fail("looked at in the old code"))
+    model, loss, change = net()
+    change()
+    run = Run(model, loss, hot_compile.Monitor(every=3, budget=1e-4, rotate=1)).steps(4)
+    assert set(run.monitor.demoted) == {"1", "3"}
+    assert not run.monitor.raised
+
+
 def test_an_error_that_no_tensor_makes_takes_the_rungs(monkeypatch):
     """Nothing that crosses can be measured: then storage is changed in the whole graph."""
 
@@ -208,6 +218,9 @@ def test_a_new_monitor_starts_with_what_another_found():
     assert again.kept["1"].scheme == "rows8"
     assert again.kept["1"].reason == f"monitor: {saved[SICK]}"
     assert again.worst < BUDGET
+    options = {**ALWAYS, "monitor": again.monitor}
+    told = hot_compile.explain(model, torch.randn(256, 128), options=options)
+    assert "1 (addmm) is stored as rows8: monitor: 8 bits: error" in str(told)
 
 
 def test_a_profile_that_has_become_wrong_is_corrected(monkeypatch, tmp_path):

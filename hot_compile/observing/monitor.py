@@ -391,9 +391,10 @@ class Watched:
         gauge, monitor = self._gauge, self._monitor
         config, stored = self._config if gauge.complete else None, gauge.read_stored()
         unsure = config is not None and not gauge.wants_stored and monitor.doubts(found, config)
-        if monitor.tell(self._calls, found, None if unsure else config, stored):
+        changed = monitor.tell(self._calls, found, None if unsure else config, stored)
+        if changed:
             forget(self._code)
-        gauge.wants_stored = self._again = unsure
+        gauge.wants_stored = self._again = unsure and not changed
 
 
 def monitor_of(options: Mapping[str, Any]) -> Monitor | None:
