@@ -98,6 +98,7 @@ def hot(
     graph = _Graph(
         own, example_inputs, inputs, inner_compile, patches, recorder, config,
         prices or functools.partial(pricing, prices=config.prices), listener,
+        monitor.raised if monitor else {},
     )  # fmt: skip
     return tied(_compiled(graph, config, monitor, observer), logits, gm)
 
@@ -140,6 +141,8 @@ class _Graph:
     """The user's options; a monitor adds to them."""
     prices: Pricing
     listener: Listener | None = None
+    raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why a monitor has tensors stored in more bits, by their names."""
 
     def compile(
         self,
@@ -169,6 +172,7 @@ class _Graph:
             profile=profile,
             observation=observation,
             asked=self.asked,
+            raised=self.raised,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint

@@ -23,6 +23,7 @@ from .page import save_page
 from .passes.head.plan import HeadDecision
 from .passes.layers.plan import Decision, Plan
 from .passes.measure.profile import Profile
+from .passes.storage.record import Crossing
 from .record import GraphReport, Reports, run_uncompiled
 from .tables import PlainTable
 from .unchanged import reached, unchanged
@@ -104,6 +105,10 @@ class Explanation:
                 stored[c.module] += c.bytes if c.packed else 0
         return dict(stored)
 
+    def _asked_for(self) -> list[Crossing]:
+        """Tensors that an option or a monitor wants in more bits."""
+        return [c for graph in self.graphs for c in graph.crossing if c.asked_bits]
+
     def __str__(self) -> str:
         console = Console(width=140, record=False)
         with console.capture() as capture:
@@ -114,6 +119,8 @@ class Explanation:
                 console.print(self.forms_table())
             if self.plan.heads:
                 console.print(head_table(self.plan.heads))
+            for c in self._asked_for():
+                console.print(f"{c.module} ({c.name}) is stored as {c.scheme}: {c.reason}")
             before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
             console.print(
                 f"held between forward and backward: {megabytes(self.held_bytes)} "

@@ -34,15 +34,13 @@ from hot_compile.passes.pipeline import (
 )
 from hot_compile.passes.steps import Step, run, traced
 from hot_compile.passes.storage.record import Crossing, crossing
-from hot_compile.passes.unmet import tell, unmet_budget
+from hot_compile.passes.unmet import idle_bits, tell, unmet_budget
 
 log = logging.getLogger("hot_compile")
 
 _TWIN_BUDGET = 0.3
 """Share of its activations that an observed graph keeps; the rest it computes again. About what
 compressed storage takes of exact storage, so that an observed step fits where a usual one does."""
-
-_NOTHING = Plan("exact", ())
 
 Pass = TypeVar("Pass", bound="_Uncopied")
 
@@ -64,22 +62,25 @@ class JointPass(_Uncopied, CustomGraphPass):
         self._context = context
         self._before = tuple(before)
         self.plan: Plan | None = None
+        self.intended: Plan | None = None
+        """The plan, also where the graph was left exact to be observed."""
         self.differences: frozenset[str] = frozenset()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
         for step in self._before:
             step(graph)
-        self.plan, self.differences = None, frozenset()
+        self.plan, self.intended, self.differences = None, None, frozenset()
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
         self._run(HEADS, joint)
-        if context.observation is not None:
-            self._run(OBSERVED, joint)
-        elif self._run(JOINT, joint):
-            self.plan, self.differences = joint.plan, joint.differences
-            context.recorder.graph("joint.after", graph)
+        observed = context.observation is not None
+        if self._run(OBSERVED if observed else JOINT, joint):
+            self.intended, self.differences = joint.plan, joint.differences
+            if not observed:
+                self.plan = joint.plan
+                context.recorder.graph("joint.after", graph)
 
     def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
         """Whether they all ran."""
@@ -148,9 +149,10 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         cut = again()
         try:
             run("partitioned", PARTITIONED, cut, cut.named)
-            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts)
+            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts, cut.fewest)
             if cut.stores:
-                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config))
+                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.fewest))
+                tell(idle_bits(cut.names.values(), self._context.asked or self._context.config))
         except OptionWarning:  # the user's filter makes errors of warnings
             raise
         except Exception:
@@ -202,9 +204,10 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         """
         try:
             bare = unobserved(gm)
-            cut = self._partitioned(bare, joint_inputs, kwargs, _NOTHING, observed=False)
+            cut = self._partitioned(bare, joint_inputs, kwargs, self._joint.intended, False)
             run("crossing", CROSSING, cut, cut.named)
-            observe_stored(gm.graph, fed_by(bare.graph, cut.found, *cut.graphs), observation)
+            crossing = fed_by(bare.graph, cut.found, cut.chosen, *cut.graphs)
+            observe_stored(gm.graph, crossing, observation)
         except Exception:
             log.warning("hot: what crosses could not be measured", exc_info=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
-from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.choose import plan_storage, usual_bits
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import Crosser, Judge, crossers, saved_pairs
 from hot_compile.passes.storage.materialise import materialise
@@ -83,6 +83,8 @@ class Context:
     """Shown every layer's operands in each backward; the graph is then left exact."""
     asked: HotConfig | None = None
     """The user's own options, if ``config`` has more: warnings are about these."""
+    raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why a monitor has some tensors stored in more bits, by their names in a profile."""
 
     def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
         """Of each node's device, the user's own laid over them; None: nothing can run there."""
@@ -219,8 +221,12 @@ class Partitioned:
     seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
     """Predicted for each of ``chosen``."""
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
+    names: dict[Crosser, str] = dataclasses.field(default_factory=dict)
+    """What profiles and options call ``found``."""
+    fewest: dict[Crosser, int] = dataclasses.field(default_factory=dict)
+    """Bits that were asked for some of ``found``."""
     verdicts: dict[Crosser, str] = dataclasses.field(default_factory=dict)
-    """What was measured of some of ``found``, in words."""
+    """What was measured of some of ``found``, and who asked for their bits, in words."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -281,22 +287,50 @@ def _crossers(cut: Partitioned) -> int:
 def _plan_storage(cut: Partitioned) -> int:
     if cut.plan is not None and cut.stores:
         config, price = cut.context.config, cut.context.storage_prices(cut.found)
+        cut.names = _names(cut)
         measured = _measured(cut)
-        cut.chosen = plan_storage(cut.found, config, price, cut.plan.seconds_won, measured)
-        cut.verdicts = {
-            c: storage_verdict(cut.chosen.get(c, Scheme.EXACT).plain, errors, config)
-            for c, errors in measured.items()
-        }
+        cut.fewest = _fewest(cut, measured)
+        won = cut.plan.seconds_won
+        cut.chosen = plan_storage(cut.found, config, price, won, measured, cut.fewest)
+        cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
+
+
+def _names(cut: Partitioned) -> dict[Crosser, str]:
+    """What profiles and options call the tensors that cross, if there are any."""
+    context = cut.context
+    if not (context.config.memory_override or (context.profile and context.profile.storage)):
+        return {}
+    names = storage_names(cut.forward.graph)
+    return {c: names[c.saved] for c in cut.found if c.saved in names}
 
 
 def _measured(cut: Partitioned) -> dict[Crosser, Mapping[str, StorageMeasure]]:
     """What the profile knows of the tensors that cross."""
     known = cut.context.profile.storage if cut.context.profile else {}
-    names = storage_names(cut.forward.graph) if known else {}
-    found = {c: known.get(names.get(c.saved, "")) for c in cut.found}
-    return {c: errors for c, errors in found.items() if errors}
+    return {c: known[name] for c, name in cut.names.items() if known.get(name)}
+
+
+def _fewest(cut: Partitioned, measured: Container[Crosser]) -> dict[Crosser, int]:
+    """Bits that options, or a monitor, ask for tensors that might be stored in fewer."""
+    config, found = cut.context.config, {}
+    for crosser, name in cut.names.items():
+        asked, usual = config.fewest_bits(name) or 0, usual_bits(config, crosser in measured)
+        lossy = (s for s in crosser.measurable if s not in (Scheme.EXACT, Scheme.BITS))
+        if any(usual <= s.spec.bits < asked for s in lossy):
+            found[crosser] = asked
+    return found
+
+
+def _why(cut: Partitioned, crosser: Crosser, measured: Mapping[str, StorageMeasure] | None) -> str:
+    """What was measured of a tensor, and who asked for its bits; '' if nothing and nobody."""
+    scheme, config = cut.chosen.get(crosser, Scheme.EXACT).plain, cut.context.config
+    texts = [storage_verdict(scheme, measured, config)] if measured else []
+    if crosser in cut.fewest:
+        raised = cut.context.raised.get(cut.names[crosser])
+        texts.append(f"monitor: {raised}" if raised else "memory_override")
+    return "; ".join(filter(None, texts))
 
 
 def _store(cut: Partitioned) -> int:
@@ -362,8 +396,8 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
 )
 """On the forward and the backward that min-cut made."""
 
-CROSSING = PARTITIONED[:3]
-"""Those of them that find out what crosses."""
+CROSSING = PARTITIONED[:4]
+"""Those of them that find out what crosses, and how it is to be stored."""
 
 FINISHED: tuple[Step[Partitioned], ...] = (Step("gather", _gather, changes=True),)
 """On what reports and dumps have seen: nothing that a layer computes changes any more."""

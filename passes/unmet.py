@@ -102,12 +102,13 @@ def unmet_budget(
     chosen: Mapping[Crosser, Any],
     kept: Sequence[Crossing],
     config: HotConfig,
+    fewest: Mapping[Crosser, int] | None = None,
 ) -> Iterator[str]:
     """A memory budget that everything compressible, compressed, still exceeds.
 
     Args:
         found, chosen: what crosses, and how it is stored under ``config``.
-        kept: the record of it.
+        kept: the record of it. fewest: bits asked for some of ``found``.
     """
     budget = config.memory_budget
     if budget is None:
@@ -115,7 +116,7 @@ def unmet_budget(
     before, held = (sum(getattr(c, name) for c in kept) for name in ("bytes_before", "bytes"))
     wanted = budget * before if isinstance(budget, float) else budget
     least = dataclasses.replace(config, memory_budget=0)
-    if held <= wanted or plan_storage(found, least) != chosen:
+    if held <= wanted or plan_storage(found, least, fewest=fewest) != chosen:
         return
     yield (
         f"memory_budget={budget!r} cannot be met in a graph: the least that it can hold is {held} "
@@ -123,6 +124,22 @@ def unmet_budget(
         f"memory='all', memory_bits=4 (now memory='{config.memory}', "
         f"memory_bits={config.memory_bits or TRUSTED_BITS})."
     )
+
+
+def idle_bits(names: Iterable[str], config: HotConfig) -> Iterator[str]:
+    """Globs of memory_override that match no tensor of a graph which crosses to its backward.
+
+    ``names``: of those that do, as profiles have them.
+    """
+    given = list(names)
+    for glob, bits in config.memory_override:
+        alone = dataclasses.replace(config, memory_override=((glob, bits),))
+        if not any(map(alone.fewest_bits, given)):
+            yield (
+                f"got memory_override with {glob!r}, which matches no tensor that this graph keeps "
+                f"for its backward; it keeps {_some(given)}. Correct the glob, unless another "
+                "graph of the model has it."
+            )
 
 
 def _some(names: Sequence[str]) -> str:

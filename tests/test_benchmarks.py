@@ -390,6 +390,29 @@ def test_head(program, tmp_path):
         assert hot.peak_bytes < exact.peak_bytes
 
 
+def test_a_gradient_whose_terms_cancel_is_not_firm(program):
+    """A bias in front of a norm along rows, off by an epsilon: nearly nothing is left of it."""
+    zoo = program("zoo")
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)
+    model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(64, eps=1e-2), second)
+    x, target = torch.randn(512, 32), torch.randn(512, 8)
+    built = program("zoo_models").Built(model, lambda m: (m(x) * target).mean())
+    exact = zoo.gradients(built.loss(model), model)
+    noisy = zoo.noisy_gradients(built)
+    kept = {name: zoo._cosine(noisy[name], exact[name]) for name in exact}
+    assert kept["0.bias"] < zoo.FIRM
+    assert min(cosine for name, cosine in kept.items() if name != "0.bias") > 0.99
+    result = zoo.Result("x")
+    got = {**exact, "0.bias": -exact["0.bias"] + 1e-3 * exact["2.bias"].norm()}
+    exact["0.bias"] += 1e-3 * exact["2.bias"].norm()  # not below what counts as rounding
+    noisy["0.bias"] = -exact["0.bias"]
+    zoo._note_gradients(result, got, exact, noisy)
+    assert result.worst_name == "0.bias"
+    assert result.firm == result.compared - 1
+    assert result.firm_worst == pytest.approx(1.0)
+
+
 def test_a_model_of_the_zoo(program, tmp_path):
     zoo, models = program("zoo"), program("zoo_models").every_model()
     assert len(models) >= 80
@@ -398,11 +421,21 @@ def test_a_model_of_the_zoo(program, tmp_path):
     assert 0 < result.held < 0.4 * result.uncompressed
     assert result.worst > 0.99
     assert result.loss_off < 1e-6
-    failed = zoo.Result("broken", error="why")
+    assert result.firm == result.compared > 20
+    assert result.firm_percentile == result.percentile
+    assert 0 < result.worst_norm <= 1
+    failed, old = zoo.Result("broken", error="why"), dataclasses.asdict(result)
+    for field in ("worst_norm", "worst_noisy", "compared", "firm", "firm_worst"):
+        del old[field]  # as earlier runs wrote it
+    for field in ("firm_worst_name", "firm_percentile", "firm_median"):
+        del old[field]
     results = tmp_path / "zoo.jsonl"
-    rows = [json.dumps(dataclasses.asdict(r)) for r in (result, failed)]
-    results.write_text("\n".join(rows))
+    rows = [dataclasses.asdict(result), {**old, "name": "old"}, dataclasses.asdict(failed)]
+    results.write_text("\n".join(map(json.dumps, rows)))
+    assert zoo.known(results)["old"].firm is None
     zoo.page(results, tmp_path / "docs" / "zoo.md")
     page = (tmp_path / "docs" / "zoo.md").read_text()
     assert "| gpt2 | 8 of 9 |" in page
+    assert "| old | 8 of 9 |" in page
+    assert page.count("| all are |") == 1
     assert "| broken | why |" in page

@@ -54,6 +54,106 @@ def test_quick_training(example, tmp_path, name, picture):
     assert 0 < hot.held <= exact.held
 
 
+def _write_folder(path, size):
+    from PIL import Image
+
+    for part in ("train", "val"):
+        for number, name in enumerate(("cat", "dog")):
+            (path / part / name).mkdir(parents=True)
+            for shade in range(4):
+                colour = (60 * shade, 200 * number, 30)
+                Image.new("RGB", (size, size), colour).save(path / part / name / f"{shade}.png")
+
+
+def test_batches_of_images_of_ones_own(example, tmp_path):
+    _write_folder(tmp_path, 40)
+    _write_cifar(tmp_path / "cifar" / "train", 8)
+    _write_cifar(tmp_path / "cifar" / "test", 3)
+    module, draw = example("train_images"), torch.Generator().manual_seed(0)
+    read = {
+        (8, 8, 3): module.cifar_data(tmp_path / "cifar", 48, 4),
+        (2, 8, 8): module.folder_data(tmp_path, 48, 4, workers=0),
+    }
+    for (classes, images, unseen), data in read.items():
+        assert data[:2] == (classes, images)
+        batches = data[2](draw)
+        for _ in range(5):  # more than an epoch
+            x, y = next(batches)
+            assert x.shape == (4, 3, 48, 48)
+            assert y.shape == (4,)
+        held_out = list(data[3]())
+        assert sum(len(y) for _, y in held_out) == unseen
+        first = torch.eye(classes)[:1]  # what a model says that always answers 0
+        right = module.accuracy(lambda x, y=first: y.expand(len(x), -1), held_out, x.device)
+        assert right == pytest.approx(sum(int((y == 0).sum()) for _, y in held_out) / unseen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["cifar100", "folder"])
+def test_quick_training_on_images_of_ones_own(example, tmp_path, data):
+    if data == "folder":
+        _write_folder(tmp_path, 40)
+    else:
+        _write_cifar(tmp_path / "train", 8)
+        _write_cifar(tmp_path / "test", 3)
+    module = example("train_images")
+    runs = module.main(data, tmp_path, model="test_resnet", workers=0, out=tmp_path, quick=True)
+    exact, hot = runs
+    assert (tmp_path / f"{data}_test_resnet_default.png").stat().st_size > 1000
+    assert len(exact.losses) == len(hot.losses) == 8
+    assert exact.losses[0] == pytest.approx(hot.losses[0], rel=1e-5)
+    assert 0 <= hot.score <= 1
+    assert 0 < hot.held < exact.held
+
+
+def test_every_row_of_every_table_is_valid(example):
+    from hot_compile.backend import check_options
+
+    module = example("train_images")
+    for table in module.TABLES:
+        exact, *rows = module.variants(table)
+        assert exact.backend == "inductor"
+        assert rows
+        for row in rows:
+            check_options(row.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": "faces"}, "cifar100 or folder"),
+        ({"table": "9"}, "one of default, 1, 2, 3, 4"),
+        ({"table": "3"}, "--lora"),
+        ({"lora": True}, "--lora"),
+    ],
+)
+def test_what_does_not_fit_is_answered(example, tmp_path, options, message):
+    with pytest.raises(Exception, match=message):
+        example("train_images").main(**{"data": "folder", "path": tmp_path, **options})
+
+
+def test_a_folder_without_held_out_images(example, tmp_path):
+    _write_folder(tmp_path, 40)
+    (tmp_path / "val").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="without a folder val"):
+        example("train_images").main("folder", tmp_path, model="test_resnet", quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", ["1", "2", "3", "4"])
+def test_tables_of_the_paper_run(example, tmp_path, table):
+    """A few steps of every row; table 3 by peft."""
+    lora = table == "3"
+    if lora:
+        pytest.importorskip("peft")
+    _write_cifar(tmp_path / "train", 8)
+    _write_cifar(tmp_path / "test", 3)
+    main, kind = example("train_images").main, "test_vit"
+    runs = main("cifar100", tmp_path, kind, lora=lora, table=table, out=tmp_path, quick=True)
+    assert len(runs) == 1 + len(example("train_images").TABLES[table])
+    assert all(len(run.losses) == 8 and all(np.isfinite(run.losses)) for run in runs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["hot"])
 def test_digits_accuracy_is_kept(example, tmp_path, recipe):
@@ -131,6 +231,7 @@ def test_glyphs_render_differently(example):
 
 
 def _write_cifar(path, count):
+    path.parent.mkdir(exist_ok=True)
     raw = {
         b"data": np.random.default_rng(0).integers(0, 256, (count, 3072), dtype=np.uint8),
         b"fine_labels": list(range(count)),

@@ -217,9 +217,10 @@ def test_storage_is_blamed_where_no_layer_is():
     for _ in range(8):
         (step(x) * target).mean().backward()
     assert not monitor.demoted
-    assert "whole error" in monitor.stored["1"]
-    last = {c.scheme for c in reports.graphs[-1].crossing}
-    assert last.isdisjoint({"int4"})
+    assert "whole error" in monitor.raised["1:addmm"]
+    last = {c.module: c.scheme for c in reports.graphs[-1].crossing}
+    assert last["1"] == "groups6"
+    assert last["0"] == "int4"  # does no harm
 
 
 class Busy(nn.Module):

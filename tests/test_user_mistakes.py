@@ -94,6 +94,13 @@ def test_a_glob_that_matches_nothing(option):
     assert len(graphs) == 1
 
 
+def test_a_glob_that_matches_no_tensor():
+    told, _ = warned({"memory_override": {"nothing.*": 8, "0": 8}})
+    assert len(told) == 1
+    assert "memory_override with 'nothing.*'" in told[0]
+    assert "'0:addmm'" in told[0]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,6 +108,7 @@ def test_a_glob_that_matches_nothing(option):
         {"include": ["0"], "exclude": "2"},
         {"override": {"0": "int8", "*": "exact"}},
         {"memory_budget": 0.9, "memory_min_bytes": 1},
+        {"memory_override": {"0:addmm": "exact"}},
         {"recipe": "exact"},
         {"recipe": "paper"},
     ],
@@ -200,6 +208,7 @@ def test_a_dump_that_cannot_be_written(tmp_path):
         {"writer": "runs"},
         {"callback": "print"},
         {"demoted": ["0"]},
+        {"raised": ["0"]},
     ],
 )
 def test_a_monitor_checks_its_fields(fields):

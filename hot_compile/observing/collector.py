@@ -33,8 +33,6 @@ from hot_compile.passes.site import Site
 
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""
-_NOISE = 1.0
-"""A gradient whose error by the finest scheme is no less is nothing but rounding."""
 
 
 class Collector(Observer):
@@ -128,7 +126,7 @@ class Collector(Observer):
                 self._gradients.setdefault(name, []).append(values)
         self._compared.clear()
         for fed, errors in self._told:
-            measures = _storage_measures(fed, errors)
+            measures = fed.measures(errors)
             if measures:
                 self._storage.setdefault(fed.name, []).append(measures)
         self._told.clear()
@@ -200,23 +198,6 @@ def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerPro
 def _mean_measure(pairs: list[list[float]]) -> Measure:
     error, cosine = (_rounded(statistics.fmean(column)) for column in zip(*pairs, strict=True))
     return Measure(error, cosine)
-
-
-def _storage_measures(fed: Fed, errors: dict[str, Tensor]) -> dict[str, StorageMeasure]:
-    """By scheme: the worst errors; empty if there are none, or they are not finite.
-
-    A gradient that even the finest scheme gets wholly wrong is zero but for rounding, such as that
-    of a bias in front of a norm: it does not count.
-    """
-    table = torch.stack(list(errors.values()))  # [schemes, gradients]
-    real = table.amin(0) < _NOISE
-    table, own = table[:, real].cpu(), torch.tensor(fed.own)[real.cpu()]
-    if not table.numel() or not table.isfinite().all():
-        return {}
-    sides = (torch.where(own, table, 0.0), torch.where(own, 0.0, table))
-    worst = (side.amax(1).tolist() for side in sides)
-    pairs = zip(*worst, strict=True)
-    return {scheme: StorageMeasure(*pair) for scheme, pair in zip(errors, pairs, strict=True)}
 
 
 def _mean_storage(seen: list[dict[str, StorageMeasure]]) -> dict[str, StorageMeasure]:

@@ -1,17 +1,20 @@
 """Opt-in watch on gradient quality: every N steps, how far each layer's gradients are from exact.
 
-    monitor = hot_compile.Monitor( path="quality.jsonl", budget=0.5)
+    monitor = hot_compile.Monitor(path="quality.jsonl", budget=0.5)
     step = torch.compile(model, backend="hot", options={"monitor": monitor})
 
 A watched step is a usual one, after whose backward an exact twin of it runs (``watching``). Told
 are what each layer's own strategy loses, and how far the gradient of every parameter is from exact
 in the step as it ran, stored activations included. What leaves its budget is done more exactly from
-then on: the graph is compiled once more.
+then on: the graph is compiled once more. Where no layer's strategy is to blame, the next step is
+watched, too, with what is stored for the backward, and the tensors found to blame get more bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -27,6 +30,7 @@ from torch import Tensor
 from hot_compile.config import BASELINES, HotConfig, Memory, Strategy
 from hot_compile.errors import OptionError
 from hot_compile.observing.auto import forget
+from hot_compile.observing.raising import Stored, bits_by_tensor, raised_bits
 from hot_compile.passes.layers.plan import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
 from hot_compile.passes.measure.linear import (
@@ -37,6 +41,7 @@ from hot_compile.passes.measure.linear import (
     quantised_grad_weight,
 )
 from hot_compile.passes.measure.observe import Layer, Observer
+from hot_compile.passes.measure.stored import Fed
 
 log = logging.getLogger("hot_compile")
 
@@ -81,7 +86,8 @@ class Monitor:
     """Watch every so many forwards of a graph."""
     budget: float | None = None
     """Make a layer exact whose g_x or g_w error exceeds this. If none does, but the whole error of
-    a layer's weight: give its graph an exact forward, store its activations in 8 bits, then
+    a layer's weight: store the tensors in more bits whose storing takes more than its share of it.
+    If there is none: give the graph an exact forward, store its activations in 8 bits, then
     exactly, then make all layers exact. None: only watch."""
     rotate: int = 4
     """Measure the strategies of every so many layers per watched step, all of them in turn; 1: all
@@ -96,6 +102,8 @@ class Monitor:
     """Layers that left the budget, with what they measured; ``*`` stands for all."""
     stored: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers whose graph stores its activations more exactly because of them, how, and why."""
+    raised: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Tensors that are stored in more bits, by their names in a profile: how many, and why."""
 
     def __post_init__(self) -> None:
         for name in ("every", "rotate"):
@@ -112,6 +120,14 @@ class Monitor:
             raise OptionError.value("callback", self.callback, expected)
         if not isinstance(self.demoted, dict):
             raise OptionError.value("demoted", self.demoted, "a dict {layer: why}")
+        self._check_raised()
+
+    def _check_raised(self) -> None:
+        try:
+            list(bits_by_tensor(self.raised))
+        except (AttributeError, ValueError):
+            expected = "a dict {tensor: '8 bits: why' or 'exact: why'}, as another Monitor has it"
+            raise OptionError.value("raised", self.raised, expected) from None
 
     def _check_budget(self) -> None:
         number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
@@ -125,9 +141,22 @@ class Monitor:
             rung = _FINER[self.stored[name].split(":")[0]]
             config = dataclasses.replace(config, **rung)
         exact = tuple((name, Strategy.EXACT) for name in self.demoted)
-        return dataclasses.replace(config, override=(*config.override, *exact))
+        bits = (*config.memory_override, *bits_by_tensor(self.raised))
+        return dataclasses.replace(
+            config, override=(*config.override, *exact), memory_override=bits
+        )
 
-    def tell(self, step: int, found: Qualities, config: HotConfig | None = None) -> bool:
+    def doubts(self, found: Qualities, config: HotConfig) -> bool:
+        """A layer's weight left the budget, and what the graph stores may be to blame for it."""
+        return bool(self._left(found)) and config.memory is not Memory.OFF
+
+    def tell(
+        self,
+        step: int,
+        found: Qualities,
+        config: HotConfig | None = None,
+        stored: Mapping[str, Stored] | None = None,
+    ) -> bool:
         """Report what was found; True if it changes how a graph is to be compiled.
 
         A failing sink is logged and dropped: watching must not stop a training run.
@@ -136,8 +165,10 @@ class Monitor:
             step: forwards so far. found: what was seen since the last call.
             config: how the graph was compiled, if all its layers' strategies were measured since;
                 None: a whole error is not yet anybody's fault.
+            stored: what crosses to the backward, if that was measured.
         """
-        for sink in (self._to_file, self._to_writer, self.callback):
+        to_file = functools.partial(self._to_file, stored=stored or {})
+        for sink in (to_file, self._to_writer, self.callback):
             if sink is None:
                 continue
             try:
@@ -146,7 +177,9 @@ class Monitor:
                 log.warning("hot: monitor could not report step %d", step, exc_info=True)
         if self._demote(step, found):
             return True
-        return config is not None and self._refine(step, found, config)
+        if config is None or not self._left(found):
+            return False
+        return self._raise(step, found, stored or {}) or self._refine(step, found, config)
 
     def _demote(self, step: int, found: Qualities) -> bool:
         """Make layers exact whose own strategy leaves the budget."""
@@ -161,15 +194,31 @@ class Monitor:
             log.warning("hot: %s stays exact from now on: %s", name, self.demoted[name])
         return bool(new)
 
-    def _refine(self, step: int, found: Qualities, config: HotConfig) -> bool:
-        """No strategy is to blame: take the next rung towards exact for graphs that are off."""
+    def _left(self, found: Qualities) -> dict[str, float]:
+        """Whole errors of the layers' weights that left the budget."""
         whole = {name: sides[WHOLE].error for name, sides in found.items() if WHOLE in sides}
         left = {name: error for name, error in whole.items() if self._over(error)}
-        if not left or "*" in self.demoted:
-            return False
+        return {} if "*" in self.demoted else left
+
+    def _reason(self, step: int, found: Qualities) -> str:
+        left = self._left(found)
         worst = max(left, key=lambda name: left[name])
         why = f"whole error of {worst}'s weight {left[worst]:.3g}, its own within "
-        why += f"budget {self.budget:g}, at step {step}"
+        return why + f"budget {self.budget:g}, at step {step}"
+
+    def _raise(self, step: int, found: Qualities, stored: Mapping[str, Stored]) -> bool:
+        """No strategy is to blame: give tensors more bits whose storing is."""
+        assert self.budget is not None
+        why = self._reason(step, found)
+        new = raised_bits(stored, self.budget, self.raised)
+        for name, text in new.items():
+            self.raised[name] = f"{text}; {why}"
+            log.warning("hot: %s is stored more finely from now on: %s", name, self.raised[name])
+        return bool(new)
+
+    def _refine(self, step: int, found: Qualities, config: HotConfig) -> bool:
+        """Nobody alone is to blame: take the next rung towards exact for graphs that are off."""
+        left, why = self._left(found), self._reason(step, found)
         rung = next((text for text, change in _FINER.items() if _changes(config, change)), None)
         if rung is None:
             self.demoted["*"] = why
@@ -182,15 +231,19 @@ class Monitor:
     def _over(self, error: float) -> bool:
         return self.budget is not None and error > self.budget
 
-    def _to_file(self, step: int, found: Qualities) -> None:
+    def _to_file(self, step: int, found: Qualities, stored: Mapping[str, Stored]) -> None:
         if self.path is None:
             return
+        line: dict[str, Any] = {"step": step}
         layers = {
             name: {side: dataclasses.asdict(quality) for side, quality in sides.items()}
             for name, sides in found.items()
         }
+        line["layers"] = layers
+        if stored:
+            line["stored"] = {name: dataclasses.asdict(seen) for name, seen in stored.items()}
         with Path(self.path).open("a") as file:
-            file.write(json.dumps({"step": step, "layers": layers}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def _to_writer(self, step: int, found: Qualities) -> None:
         if self.writer is None:
@@ -217,15 +270,19 @@ def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
 class Gauge(Observer):
     """Measures each layer's own strategy, and reads nothing back before asked.
 
+    With ``wants_stored``: what storing each tensor does, too.
+
     ``rotate``: every so many layers take turns, from one :meth:`read` to the next.
     """
 
     def __init__(self, rotate: int) -> None:
+        self.wants_stored = False
         self._rotate = rotate
         self._turn = 0
         self._places: dict[str, int] = {}
         self._layers: set[str] = set()
         self._pending: list[tuple[str, str, Tensor]] = []
+        self._told: list[tuple[Fed, dict[str, Tensor]]] = []
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Measure one layer, unless it is exact anyway."""
@@ -270,6 +327,16 @@ class Gauge(Observer):
         weight = layer != name and layer in self._layers
         self._pending.append((layer, WHOLE, figures) if weight else (name, "grad", figures))
 
+    def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
+        """Measure what storing one tensor does, unless memory is too short for that."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._told.append((fed, fed.errors(operands)))
+
+    def read_stored(self) -> dict[str, Stored]:
+        """What crossed in the backwards since the last call, as far as that was measured."""
+        told, self._told = self._told, []
+        return {fed.name: Stored(fed.scheme, fed.measures(errors)) for fed, errors in told}
+
     @property
     def complete(self) -> bool:
         """Every layer's strategy had its turn."""
@@ -307,16 +374,27 @@ class Watched:
         self._code = code
         self._config = config
         self._calls = 0
+        self._again = False
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last watched backward showed is read here."""
         found = self._gauge.read()
-        config = self._config if self._gauge.complete else None
-        if found and self._monitor.tell(self._calls, found, config):
-            forget(self._code)
+        if found:
+            self._judge(found)
         self._calls += 1
-        watched = self._calls % self._monitor.every == 0
+        watched = self._again or self._calls % self._monitor.every == 0
+        self._again = False
         return (self._observed if watched else self._usual)(*args)
+
+    def _judge(self, found: Qualities) -> None:
+        """Report; where storage may be to blame, look at that before anything is changed."""
+        gauge, monitor = self._gauge, self._monitor
+        config, stored = self._config if gauge.complete else None, gauge.read_stored()
+        unsure = config is not None and not gauge.wants_stored and monitor.doubts(found, config)
+        changed = monitor.tell(self._calls, found, None if unsure else config, stored)
+        if changed:
+            forget(self._code)
+        gauge.wants_stored = self._again = unsure and not changed
 
 
 def monitor_of(options: Mapping[str, Any]) -> Monitor | None:

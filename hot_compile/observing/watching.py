@@ -61,17 +61,21 @@ class Twin:
         self._gm = gm
         self._compile = compile_graph
         self._observer = observer
-        self._codes: dict[object, _Code] = {}
+        self._codes: dict[tuple[bool, object], _Code] = {}
 
     def code(self, args: Sequence[Any]) -> _Code | None:
         """The twin for inputs such as ``args``; None if there are too many shapes to compile for.
 
+        Another one where the observer wants to be shown what crosses, too.
+
         Raises whatever compiling it raises.
         """
-        key = tuple(
+        shapes = tuple(
             (a.shape, a.stride(), a.requires_grad) if isinstance(a, Tensor) else a for a in args
         )
-        if key not in self._codes and len(self._codes) < _SHAPES:
+        key = self._observer.wants_stored, shapes
+        alike = [known for known in self._codes if known[0] == key[0]]
+        if key not in self._codes and len(alike) < _SHAPES:
             self._codes[key] = self._compiled(args)
         return self._codes.get(key)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hot_compile.config import HotConfig, Strategy
+from hot_compile.config import UNCOMPRESSED, HotConfig, Strategy
 from hot_compile.passes.measure.profile import (
     LayerProfile,
     Measure,
@@ -23,7 +23,6 @@ from hot_compile.passes.storage.schemes import Scheme
 _HALVED = 0.5
 """The paper's rule: per token if that cuts g_y's L2 quantisation error by more than half."""
 
-_UNCOMPRESSED = 32
 _STORING = 0.5**0.5
 """Share of the budget that storing one tensor may take of a parameter's gradient: as independent
 errors add up, that leaves the layer's product as much."""
@@ -35,11 +34,12 @@ def storable(
     schemes: Sequence[Scheme], found: Mapping[str, StorageMeasure], config: HotConfig
 ) -> tuple[Scheme, ...]:
     """Those of ``schemes`` whose measured errors stay within the budget, and ``exact``."""
-    return tuple(s for s in schemes if s is Scheme.EXACT or _fits(found.get(s), config))
-
-
-def _fits(measure: StorageMeasure | None, config: HotConfig) -> bool:
     budget = config.error_budget
+    return tuple(s for s in schemes if s is Scheme.EXACT or stays_within(found.get(s), budget))
+
+
+def stays_within(measure: StorageMeasure | None, budget: float | None) -> bool:
+    """What storing a tensor loses is within its share of a budget; nothing known is not."""
     if budget is None or measure is None:
         return False
     return measure.error <= _STORING * budget and measure.passed <= _PASSED_ON * budget
@@ -53,16 +53,18 @@ def storage_choice(profile: Profile | None, config: HotConfig) -> dict[str, tupl
 
 def storage_verdict(scheme: Scheme, found: Mapping[str, StorageMeasure], config: HotConfig) -> str:
     """The measured errors behind a tensor's scheme, and why it is not the next coarser one."""
-    texts = [f"error {_errors(found[scheme])}"] if scheme in found else []
-    bits = scheme.spec.bits or _UNCOMPRESSED
-    coarser = [s for s in map(Scheme, found) if s.spec.bits < bits and not _fits(found[s], config)]
+    texts = [f"error {errors_of(found[scheme])}"] if scheme in found else []
+    bits, budget = scheme.spec.bits or UNCOMPRESSED, config.error_budget
+    over = [s for s in map(Scheme, found) if not stays_within(found[s], budget)]
+    coarser = [s for s in over if s.spec.bits < bits]
     if coarser:
         finest = max(coarser, key=lambda s: s.spec.bits)
-        texts.append(f"no {finest}: {_errors(found[finest])} over budget")
+        texts.append(f"no {finest}: {errors_of(found[finest])} over budget")
     return "LQS: " + ", ".join(texts) if texts else ""
 
 
-def _errors(measure: StorageMeasure) -> str:
+def errors_of(measure: StorageMeasure) -> str:
+    """In words: a parameter's error, and that of what is passed on."""
     passed = f" ({measure.passed:.2g} passed on)" if measure.passed else ""
     return f"{measure.error:.2g}{passed}"
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, module_path
+from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
 from hot_compile.passes.storage.readers import BATCHED, MOVES, PRODUCTS
@@ -24,6 +25,8 @@ from hot_compile.passes.storage.store import in_order
 
 _MOST = 400
 """Operators between a tensor and the gradients it feeds; beyond, it is not measured."""
+_NOISE = 1.0
+"""A gradient whose error by the finest scheme is no less is nothing but rounding."""
 _SUMS = {aten.add.Tensor, aten.sum.dim_IntList, aten.sum.default}
 
 
@@ -38,7 +41,9 @@ class Fed:
     own: tuple[bool, ...]
     """Of each: it is a parameter's, and not one that other layers get."""
     trips: Mapping[str, fx.GraphModule]
-    """By scheme: the tensor -> as it is restored."""
+    """By scheme, finest first: the tensor -> as it is restored."""
+    scheme: str = str(Scheme.EXACT)
+    """What a usual step stores it as."""
 
     def errors(self, operands: Sequence[Tensor]) -> dict[str, Tensor]:
         """By scheme: relative error of each gradient, [gradients] fp32; the tensor comes first."""
@@ -49,6 +54,22 @@ class Fed:
             got = self.ends(trip(saved), *others)
             found[scheme] = torch.stack([_error(*pair) for pair in zip(got, want, strict=True)])
         return found
+
+    def measures(self, errors: Mapping[str, Tensor]) -> dict[str, StorageMeasure]:
+        """By scheme: the worst of :meth:`errors`; empty if there are none, or they are not finite.
+
+        A gradient that even the finest scheme gets wholly wrong is zero but for rounding, such as
+        that of a bias in front of a norm: it does not count. Waits for the device.
+        """
+        table = torch.stack(list(errors.values()))  # [schemes, gradients]
+        real = table.amin(0) < _NOISE
+        table, own = table[:, real].cpu(), torch.tensor(self.own)[real.cpu()]
+        if not table.numel() or not table.isfinite().all():
+            return {}
+        sides = (torch.where(own, table, 0.0), torch.where(own, 0.0, table))
+        worst = (side.amax(1).tolist() for side in sides)
+        pairs = zip(*worst, strict=True)
+        return {scheme: StorageMeasure(*pair) for scheme, pair in zip(errors, pairs, strict=True)}
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:
@@ -74,13 +95,18 @@ def storage_names(forward: fx.Graph) -> dict[fx.Node, str]:
 
 
 def fed_by(
-    graph: fx.Graph, found: Iterable[Crosser], forward: fx.Graph, backward: fx.Graph
+    graph: fx.Graph,
+    found: Iterable[Crosser],
+    chosen: Mapping[Crosser, Scheme],
+    forward: fx.Graph,
+    backward: fx.Graph,
 ) -> list[tuple[Fed, tuple[fx.Node, ...]]]:
     """What of ``graph`` tells the errors of storing each of ``found``, with the operands it reads.
 
     Args:
         graph: a joint graph, exact, as it was partitioned.
-        found: tensors that cross. forward, backward: what it was partitioned into.
+        found: tensors that cross. chosen: how a usual step stores them.
+        forward, backward: what it was partitioned into.
     """
     nodes = {node.name: node for node in graph.nodes}
     names = storage_names(forward)
@@ -96,7 +122,8 @@ def fed_by(
         if part.ends and part.operands is not None:
             masked = crosser.own_mask is not None
             trips = {str(s): _round_trip(crosser, s.masked if masked else s) for s in rounded}
-            fed = Fed(names[crosser.saved], part.module(), part.own, trips)
+            scheme = str(chosen.get(crosser, Scheme.EXACT).plain)
+            fed = Fed(names[crosser.saved], part.module(), part.own, trips, scheme)
             result.append((fed, (saved, *part.operands)))
     return result
 

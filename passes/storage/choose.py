@@ -33,6 +33,7 @@ def plan_storage(
     price: StoragePrice | None = None,
     won: float = 0.0,
     measured: Measured | None = None,
+    fewest: Mapping[Crosser, int] | None = None,
 ) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
@@ -49,11 +50,12 @@ def plan_storage(
         price: seconds that storing takes; wanted by ``memory="free"``.
         won: seconds that layers win, for ``memory="free"`` to spend.
         measured: by tensor, as far as it was.
+        fewest: bits that some of them have at least, whatever else is said.
     """
     if config.memory is Memory.OFF:
         return {}
-    known = measured or {}
-    ladders = _together({c: _ladder(c, config, known.get(c)) for c in found})
+    known, own = measured or {}, fewest or {}
+    ladders = _together({c: _ladder(c, config, known.get(c), own.get(c, 0)) for c in found})
     if config.memory is Memory.FREE:
         paid = _paid_for(ladders, price, won)
         return {c: _with_mask(c, scheme) for c, scheme in paid.items()}
@@ -71,16 +73,27 @@ def plan_storage(
 
 
 def _ladder(
-    crosser: Crosser, config: HotConfig, measured: Mapping[str, StorageMeasure] | None
+    crosser: Crosser,
+    config: HotConfig,
+    measured: Mapping[str, StorageMeasure] | None,
+    asked: int,
 ) -> tuple[Scheme, ...]:
-    """What ``crosser`` may be stored as under ``config``, finest first; the last is the goal."""
+    """What ``crosser`` may be stored as under ``config``, finest first; the last is the goal.
+
+    ``asked``: bits that it has at least.
+    """
     if config.memory is Memory.PAPER and not crosser.feeds_product:
         return (Scheme.EXACT,)
     judged = measured if measured and config.error_budget is not None else None
-    fewest = config.memory_bits or (TRUSTED_BITS if judged is None else _MEASURED_BITS)
+    fewest = max(usual_bits(config, judged is not None), asked)
     schemes = storable(crosser.measurable, judged, config) if judged else crosser.schemes
     ladder = tuple(s for s in schemes if s in (Scheme.EXACT, Scheme.BITS) or s.spec.bits >= fewest)
     return ladder[:2] if _keeps_eight_bits(crosser, config, bool(judged)) else ladder
+
+
+def usual_bits(config: HotConfig, judged: bool) -> int:
+    """Fewest bits of a tensor of which nothing else is said."""
+    return config.memory_bits or (_MEASURED_BITS if judged else TRUSTED_BITS)
 
 
 def _keeps_eight_bits(crosser: Crosser, config: HotConfig, judged: bool) -> bool:

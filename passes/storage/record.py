@@ -38,6 +38,8 @@ class Crossing:
     seconds: float | None = 0.0
     """Predicted time of storing it so, less what leaving it as it is takes (negative: it wins
     time); None where the device has no rates."""
+    asked_bits: int = 0
+    """Fewest bits that an option or a monitor asks for it, if it might have fewer; 0: nobody."""
 
 
 def crossing(
@@ -45,6 +47,7 @@ def crossing(
     stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]],
     seconds: Mapping[Crosser, float | None],
     verdicts: Mapping[Crosser, str] | None = None,
+    fewest: Mapping[Crosser, int] | None = None,
 ) -> tuple[Crossing, ...]:
     """The record of ``found``, largest first.
 
@@ -53,6 +56,7 @@ def crossing(
         stored: scheme and nodes of those that are stored otherwise than as they are.
         seconds: what that costs, as predicted before it was done.
         verdicts: what was measured of some of them, in words.
+        fewest: bits that were asked for some of them.
     """
     kept, told = [], verdicts or {}
     for crosser in found:
@@ -70,6 +74,7 @@ def crossing(
             packed=is_packed(crosser.saved),
             parts=tuple(node.name for node in nodes),
             seconds=seconds.get(crosser, 0.0) if crosser in stored else 0.0,
+            asked_bits=(fewest or {}).get(crosser, 0),
         )
         kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))
