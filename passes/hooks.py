@@ -33,6 +33,7 @@ from hot_compile.passes.pipeline import (
     Partitioned,
 )
 from hot_compile.passes.steps import Step, run, traced
+from hot_compile.passes.storage.crossers import NOTHING_CANCELLED
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.unmet import tell, unmet_budget
 
@@ -64,13 +65,13 @@ class JointPass(_Uncopied, CustomGraphPass):
         self._context = context
         self._before = tuple(before)
         self.plan: Plan | None = None
-        self.differences: frozenset[str] = frozenset()
+        self.cancelled = NOTHING_CANCELLED
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
         for step in self._before:
             step(graph)
-        self.plan, self.differences = None, frozenset()
+        self.plan, self.cancelled = None, NOTHING_CANCELLED
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
@@ -78,7 +79,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         if context.observation is not None:
             self._run(OBSERVED, joint)
         elif self._run(JOINT, joint):
-            self.plan, self.differences = joint.plan, joint.differences
+            self.plan, self.cancelled = joint.plan, joint.cancelled
             context.recorder.graph("joint.after", graph)
 
     def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
@@ -185,7 +186,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         partition: Callable = self._inner or min_cut_rematerialization_partition
         with self._recomputation(plan, observed):
             forward, backward = partition(gm, joint_inputs, **kwargs)
-        outputs, kept = kwargs["num_fwd_outputs"], self._joint.differences
+        outputs, kept = kwargs["num_fwd_outputs"], self._joint.cancelled
         return Partitioned(self._context, plan, forward, backward, outputs, kept)
 
     def _show_crossing(
