@@ -31,7 +31,6 @@ from hot_compile.passes.graph import (
     closure,
     is_pointwise,
     is_tangent,
-    made_of,
     named_inputs,
     placeholders,
     strip,
@@ -54,11 +53,17 @@ _WEIGHTS: dict[Any, int] = {
 """Products, and where they have the weight."""
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _DEVIATIONS = {aten.var_mean.correction, aten.var.correction}
-_STATISTICS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default}
-_MULTIPLES = VIEWS | CASTS | {aten.div.Tensor, aten.mul.Tensor, operator.getitem}
+_STATISTICS = _DEVIATIONS | {
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.amin.default,
+}
 _SAME = VIEWS | CASTS
-_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_MULTIPLES = _SAME | {aten.div.Tensor, aten.mul.Tensor, aten.squeeze.dims, operator.getitem}
 _PARTS = {aten.slice.Tensor, aten.select.int}
+_SPLITS = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.unbind.int: 1}
+"""Where an operator that takes parts has the dimension among its arguments."""
 _ATTENTION, _KEY = "_scaled_dot_product", 1
 
 Features = frozenset[int]
@@ -66,33 +71,64 @@ Features = frozenset[int]
 
 
 def centred(graph: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
-    """What lies between data that no norm bounds and a place where rows' common part goes.
+    """What data that no norm bounds is made into on its way to where rows' common part is taken.
 
     Args:
         graph: a joint graph.
         inputs: which of its placeholders are parameters; nothing is found where that is unknown.
 
     Returns:
-        Nodes of its forward.
+        Nodes of its forward. What else is made of such a node does not count it as common: from a
+        tensor that goes another way, too, gradients come that add up to more than errors.
     """
     if not inputs.parameters:
         return set()
     names = named_inputs(graph, inputs.parameters)
     backward = closure(node for node in graph.nodes if is_tangent(node))
     data = closure(node for node in placeholders(graph) if node not in names) - backward
+    forward = [node for node in graph.nodes if node in data]
     features: dict[fx.Node, Features] = {}
     unbounded: set[fx.Node] = set()
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node not in data:
-            continue
+    for node in forward:
         features[node] = _features(node, features)
         if _is_data(node) or (not bounds(node) and unbounded & set(node.all_input_nodes)):
             unbounded.add(node)
-        taken = _taken_from(node, features)
-        if taken in unbounded and taken not in found:
-            found |= made_of(taken) & unbounded
-    return found
+    return _only_taken(forward, features) & unbounded
+
+
+def _only_taken(forward: Sequence[fx.Node], features: dict[fx.Node, Features]) -> set[fx.Node]:
+    """Nodes from which every way, or every way from some of its outputs, is to such a place.
+
+    ``forward``: in order; what only gradients are made of is no way.
+    """
+    taking = {node for node in forward if _takes(node, features)}
+    reaching: set[fx.Node] = set()
+    passing: set[fx.Node] = set()
+    for node in reversed(forward):
+        users = [user for user in node.users if user in features or user.op == "output"]
+        others = [user for user in users if not _is_taken(node, user, taking)]
+        if len(others) < len(users) or reaching & set(others):
+            reaching.add(node)
+        parts = [user for user in others if _is_part(user, node, features)]
+        whole = set(others) - set(parts)
+        ends = any(user.op == "output" for user in users)
+        if ends or passing & whole or (parts and passing.issuperset(parts)):
+            passing.add(node)
+    return reaching - passing
+
+
+def _is_taken(node: fx.Node, user: fx.Node, taking: Set[fx.Node]) -> bool:
+    return user in taking and (_ATTENTION not in str(user.target) or user.args[_KEY] is node)
+
+
+def _is_part(user: fx.Node, whole: fx.Node, features: dict[fx.Node, Features]) -> bool:
+    """``user`` is some of the outputs, as k is of a layer that makes q, k and v."""
+    if user.target is operator.getitem and whole.target in _SPLITS:
+        given: fx.Node = whole.args[0]  # type: ignore[assignment]
+        place = _SPLITS[whole.target]
+        dim: Any = whole.args[place] if len(whole.args) > place else 0
+        return dim % max(1, _rank(given)) in features[given]
+    return user.target in _PARTS and _dim(user, whole) in features[whole]
 
 
 def mark(sites: Sequence[Site], nodes: Set[fx.Node]) -> list[Site]:
@@ -114,34 +150,33 @@ def _is_data(node: fx.Node) -> bool:
     return whole and given.meta["val"].dtype is not torch.bool  # type: ignore[union-attr]
 
 
-def _taken_from(node: fx.Node, features: dict[fx.Node, Features]) -> fx.Node | None:
-    """The tensor whose rows may have anything in common without changing ``node``, if any."""
+def _takes(node: fx.Node, features: dict[fx.Node, Features]) -> bool:
+    """Rows of what ``node`` reads (of attention: the keys) may have anything in common."""
     if _ATTENTION in str(node.target):
-        return node.args[_KEY]  # type: ignore[return-value]
+        return True
     if node.target in _DEVIATIONS:
-        return _summed_rows(node, features)
+        return _summed_rows(node, features) is not None
     operands = node.args[:2]
     if node.target is not aten.sub.Tensor or not all(isinstance(o, fx.Node) for o in operands):
-        return None
+        return False
     whole, less = operands
     own, statistic = strip(whole, _SAME), strip(less, _MULTIPLES)  # type: ignore[arg-type]
     if statistic.target in _STATISTICS:
         summed = _summed_rows(statistic, features)
-        return summed if summed and strip(summed, _SAME) is own else None
+        return summed is not None and strip(summed, _SAME) is own
     if strip(less, _SAME) is not own:  # type: ignore[arg-type]
-        return None
-    apart = (_takes_rows(side, own, features) for side in operands)  # type: ignore[arg-type]
-    return own if any(apart) else None
+        return False
+    return any(_takes_rows(side, own, features) for side in operands)  # type: ignore[arg-type]
 
 
 def _summed_rows(reduction: fx.Node, features: dict[fx.Node, Features]) -> fx.Node | None:
     """What ``reduction`` goes over, if that is some of its rows and nothing else."""
     source = reduction.args[0]
-    dims = reduction.args[1] if len(reduction.args) > 1 else None
+    dims: Any = reduction.args[1] if len(reduction.args) > 1 else None
     if not isinstance(source, fx.Node) or source not in features or not dims:
         return None
     sizes = source.meta["val"].shape
-    over = {dim % len(sizes) for dim in dims if hint(sizes[dim]) > 1}  # type: ignore[union-attr]
+    over = {dim % len(sizes) for dim in dims if hint(sizes[dim]) > 1}
     return source if over and not over & features[source] else None
 
 

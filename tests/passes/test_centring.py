@@ -116,10 +116,6 @@ def test_convolutions(norm):
     assert "2" in kept(decisions)
 
 
-def mixed(x):
-    return F.softmax(x @ x.t() / 8, -1) @ x
-
-
 TAKEN = {
     "a mean": lambda y: y - y.mean(0),
     "a sum over rows": lambda y: y - y.sum(0, keepdim=True) / len(y),
@@ -131,7 +127,7 @@ TAKEN = {
     "a deviation": lambda y: (1 - y.std(0)).relu(),
     "rows of one sample": lambda y: (v := y.unflatten(0, (16, -1))) - v.mean(1, keepdim=True),
     "transposed": lambda y: F.batch_norm(y.unflatten(0, (16, -1)).mT, None, None, training=True),
-    "logits": mixed,
+    "logits": lambda y: (y @ y.t() / 64).softmax(-1),
 }
 LEFT = {
     "nothing": lambda y: y,
@@ -143,6 +139,8 @@ LEFT = {
     "a mean of rows": lambda y: y.mean(0),
     "running statistics": lambda y: F.batch_norm(y, torch.zeros(64), torch.ones(64)),
     "a group norm": lambda y: F.group_norm(y, 4),
+    "a way beside the norm": lambda y: y + F.batch_norm(y, None, None, training=True),
+    "hand-written attention": lambda y: (y @ y.t() / 64).softmax(-1) @ y,
 }
 
 
@@ -186,26 +184,33 @@ def test_behind_a_bound_nothing_stays_exact(name):
     assert not kept(decisions)
 
 
-def test_attention_on_data_and_behind_a_norm():
-    class Attention(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norm, self.out = norm, nn.Linear(WIDTH, 10)
+class Attention(nn.Module):
+    """One head on what ``norm`` makes of x; q, k and v each of a layer, or of one."""
+
+    def __init__(self, norm, fused):
+        super().__init__()
+        self.norm, self.out = norm, nn.Linear(WIDTH, 10)
+        if fused:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
             self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.fused = fused
 
-        def forward(self, x):
-            x = self.norm(x).unflatten(0, (8, 1, -1))
-            return self.out(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+    def forward(self, x):
+        x = self.norm(x).unflatten(0, (8, 1, -1))
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        return self.out(F.scaled_dot_product_attention(*parts)).square().mean()
 
-    def loss(model):
-        return lambda x: model(x).square().mean()
 
-    model = Attention(nn.Identity())
-    found, decisions, _ = compared(model, deviations(3.0), loss(model))
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention_on_data_and_behind_a_norm(fused):
+    torch.manual_seed(1)
+    model = Attention(nn.Identity(), fused)
+    found, decisions, _ = compared(model, deviations(3.0), model)
     assert min(found.values()) > 0.99, found
-    assert kept(decisions) == {"k"}
-    model = Attention(nn.LayerNorm(WIDTH))
-    assert not kept(compared(model, deviations(3.0), loss(model))[1])
+    assert kept(decisions) == {"qkv" if fused else "k"}
+    model = Attention(nn.LayerNorm(WIDTH), fused)
+    assert not kept(compared(model, deviations(3.0), model)[1])
 
 
 def test_an_override_is_followed():
