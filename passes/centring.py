@@ -128,7 +128,8 @@ def _is_part(user: fx.Node, whole: fx.Node, features: dict[fx.Node, Features]) -
         place = _SPLITS[whole.target]
         dim: Any = whole.args[place] if len(whole.args) > place else 0
         return dim % max(1, _rank(given)) in features[given]
-    return user.target in _PARTS and _dim(user, whole) in features[whole]
+    cut = user.target in _PARTS and user.args[0] is whole  # not a size it is cut to
+    return cut and _dim(user, whole) in features[whole]
 
 
 def mark(sites: Sequence[Site], nodes: Set[fx.Node]) -> list[Site]:

@@ -202,6 +202,16 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(*parts)).square().mean()
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes_that_are_not_known(dynamic):
+    """A part of the rows whose end is a symbol, in front of a batch norm."""
+    model = nn.Sequential(Call(lambda x: x[: x.shape[0] - 8]), tabular())
+    x = deviations(100.0)
+    found, decisions, _ = compared(model, x, lambda x: model(x).square().mean(), dynamic=dynamic)
+    assert min(found.values()) > 0.99, found
+    assert kept(decisions) == {"1.0", "1.2"}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_attention_on_data_and_behind_a_norm(fused):
     torch.manual_seed(1)
