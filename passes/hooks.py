@@ -33,6 +33,7 @@ from hot_compile.passes.pipeline import (
     Partitioned,
 )
 from hot_compile.passes.steps import Step, run, traced
+from hot_compile.passes.storage.crossers import NOTHING_CANCELLED
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.unmet import idle_bits, tell, unmet_budget
 
@@ -64,20 +65,20 @@ class JointPass(_Uncopied, CustomGraphPass):
         self.plan: Plan | None = None
         self.intended: Plan | None = None
         """The plan, also where the graph was left exact to be observed."""
-        self.differences: frozenset[str] = frozenset()
+        self.cancelled = NOTHING_CANCELLED
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
         for step in self._before:
             step(graph)
-        self.plan, self.intended, self.differences = None, None, frozenset()
+        self.plan, self.intended, self.cancelled = None, None, NOTHING_CANCELLED
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
         self._run(HEADS, joint)
         observed = context.observation is not None
         if self._run(OBSERVED if observed else JOINT, joint):
-            self.intended, self.differences = joint.plan, joint.differences
+            self.intended, self.cancelled = joint.plan, joint.cancelled
             if not observed:
                 self.plan = joint.plan
                 context.recorder.graph("joint.after", graph)
@@ -187,7 +188,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         partition: Callable = self._inner or min_cut_rematerialization_partition
         with self._recomputation(plan, observed):
             forward, backward = partition(gm, joint_inputs, **kwargs)
-        outputs, kept = kwargs["num_fwd_outputs"], self._joint.differences
+        outputs, kept = kwargs["num_fwd_outputs"], self._joint.cancelled
         return Partitioned(self._context, plan, forward, backward, outputs, kept)
 
     def _show_crossing(

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from hot_compile.config import HotConfig, Memory
+from hot_compile.passes.centring import centred, mark
 from hot_compile.passes.cost.linear import Pricing, Rates
 from hot_compile.passes.cost.storing import StoragePrice, rows_seconds, storing_seconds
 from hot_compile.passes.differences import differenced, refuse
@@ -41,7 +42,14 @@ from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import plan_storage, usual_bits
 from hot_compile.passes.storage.copies import merge_copies
-from hot_compile.passes.storage.crossers import Crosser, Judge, crossers, saved_pairs
+from hot_compile.passes.storage.crossers import (
+    NOTHING_CANCELLED,
+    Cancelled,
+    Crosser,
+    Judge,
+    crossers,
+    saved_pairs,
+)
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.schemes import Scheme
@@ -123,8 +131,7 @@ class Joint:
     graph: fx.Graph
     heads: tuple[HeadDecision, ...] = ()
     sites: list[Site] = dataclasses.field(default_factory=list)
-    differences: frozenset[str] = frozenset()
-    """Names of nodes that finite differences are made of."""
+    cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
     plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
@@ -140,8 +147,9 @@ def _heads(joint: Joint) -> int:
 def _match(joint: Joint) -> int:
     sites = match(joint.graph, joint.context.inputs)
     kept = differenced(joint.graph, sites)
-    joint.differences = frozenset(node.name for node in kept)
-    joint.sites = refuse(sites, kept)
+    common = centred(joint.graph, joint.context.inputs)
+    joint.cancelled = Cancelled(*(frozenset(n.name for n in nodes) for nodes in (kept, common)))
+    joint.sites = mark(refuse(sites, kept), common)
     return len(joint.sites) + len(joint.heads)
 
 
@@ -214,8 +222,7 @@ class Partitioned:
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
-    differences: frozenset[str] = frozenset()
-    """Names of nodes that finite differences are made of."""
+    cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Crosser] = dataclasses.field(default_factory=list)
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
@@ -246,8 +253,8 @@ class Partitioned:
     def judge(self) -> Judge:
         """What says of the graphs, as they are now, which tensors tolerate rounding."""
         config = self.context.config
-        smallest, differences = config.memory_min_bytes, self.differences
-        return Judge(*self.graphs, self.context.inputs, smallest, differences)
+        smallest, cancelled = config.memory_min_bytes, self.cancelled
+        return Judge(*self.graphs, self.context.inputs, smallest, cancelled)
 
 
 def _layouts(cut: Partitioned) -> int:

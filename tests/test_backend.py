@@ -205,7 +205,7 @@ def test_dump_by_environment_variable(tmp_path, monkeypatch):
 
 
 def test_explain_prints_a_table_and_changes_nothing(capsys):
-    model = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Dropout(0.5), nn.Linear(96, 64))
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 96), nn.Dropout(0.5), nn.Linear(96, 64))
     x = torch.randn(40, 64)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
@@ -214,7 +214,7 @@ def test_explain_prints_a_table_and_changes_nothing(capsys):
     assert "int4" in printed
     assert "classifier head" in printed
     assert "held between forward and backward" in printed
-    assert explanation.plan["0"].strategy == "int4"
+    assert explanation.plan["1"].strategy == "int4"
     assert json.dumps(explanation.to_json())
     assert torch.equal(state, torch.get_rng_state())
     after = model.state_dict()

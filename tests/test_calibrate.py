@@ -33,7 +33,8 @@ class Net(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, x):
-        return self.head(F.dropout(self.fc2(F.gelu(self.norm(self.fc1(x)))), 0.1, self.training))
+        x = self.norm(self.fc1(F.layer_norm(x, (64,))))
+        return self.head(F.dropout(self.fc2(F.gelu(x)), 0.1, self.training))
 
 
 def batches(count=3, rows=64):

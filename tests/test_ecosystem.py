@@ -112,7 +112,7 @@ def test_weight_norm_and_spectral_norm(lower):
 
 @LOWERED
 def test_transformer_encoder_layer(lower):
-    model = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
     reports = Reports()
     keywords = {} if lower else {"inner_compile": run_uncompiled}
     backend = functools.partial(hot, options=ALWAYS, recorder=reports, **keywords)

@@ -15,6 +15,7 @@ from torch import fx
 
 from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
+from hot_compile.passes.centring import CENTRED
 from hot_compile.passes.cost.linear import (
     Rates,
     Shape,
@@ -310,8 +311,12 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
         return "low-rank factor: quantising it collapses accuracy (paper, table 3)"
     if site.head and config.keep_head:
         return "classifier head: left alone, as in the paper"
+    if excluded := conv_excluded(site) if site.conv is not None else None:
+        return excluded
+    if site.centred:
+        return CENTRED
     if site.conv is not None:
-        return conv_excluded(site)
+        return None
     small, large = sorted((hint(site.outputs), hint(site.inputs)))
     if small <= _LOW_RANK and large >= 8 * small:
         return "low-rank factor or head by shape: left alone, as in the paper"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
+from hot_compile.passes.centring import CENTRED
 from hot_compile.passes.differences import DIFFERENCED
 from hot_compile.passes.graph import (
     IMAGE_DIMS,
@@ -42,6 +43,19 @@ _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
 _ONE_PASS = 1024
 """Elements of a row that Inductor reduces without a loop. A longer one would be read twice where no
 norm goes over it anyway; groups are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cancelled:
+    """Names of the nodes behind which almost all may cancel but what rounding changes."""
+
+    differences: frozenset[str] = frozenset()
+    """What finite differences are made of."""
+    centred: frozenset[str] = frozenset()
+    """What rows have in common there is taken away, and no norm bounds it (``centring``)."""
+
+
+NOTHING_CANCELLED = Cancelled()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +113,7 @@ class Judge:
         forward, backward: what the partitioner made.
         inputs: which of the forward's placeholders are parameters.
         smallest: tensors of fewer bytes are not worth a kernel.
-        differences: names of the nodes that finite differences are made of.
+        cancelled: what more than errors may cancel behind.
     """
 
     def __init__(
@@ -108,9 +122,9 @@ class Judge:
         backward: fx.Graph,
         inputs: GraphInputs,
         smallest: int,
-        differences: Set[str] = frozenset(),
+        cancelled: Cancelled = NOTHING_CANCELLED,
     ) -> None:
-        self._smallest, self._differences = smallest, differences
+        self._smallest, self._cancelled = smallest, cancelled
         self._activations = _activations(forward, inputs)
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
@@ -134,19 +148,24 @@ class Judge:
         bounded = is_normalised(saved, self._activations)
         if reading.fine and not bounded:
             return Crosser(saved, restored, _EXACT, _UNBOUNDED)
+        possible = _possible(saved, reading, bounded)
+        if saved.name in self._cancelled.centred:
+            possible = _around_means(saved, possible)
+            if possible == _EXACT:
+                return Crosser(saved, restored, _EXACT, CENTRED)
         masks = [self._in_forward(mask) for mask in reading.masks]
         if None in masks:
             return Crosser(saved, restored, _EXACT, "compared in the backward alone")
         found = Crosser(
             saved,
             restored,
-            _possible(saved, reading, bounded),
+            possible,
             by_measure=_on_trial(reading),
             feeds_product=reading.product,
             norm=reading.rows,
             masks=tuple(mask for mask in masks if mask),
         )
-        return _tried(_fitting(found), reading)
+        return _tried(_fitting(found), reading, saved.name in self._cancelled.centred)
 
     def unfit(self, saved: fx.Node) -> str:
         """Why ``saved`` is stored as it is, whoever reads it."""
@@ -161,7 +180,7 @@ class Judge:
             return "compressed already, for a layer's product"
         if saved.meta.get("saved_tensor_with_no_vc_check"):
             return "kept by a custom autograd function"
-        if saved.name in self._differences and value.dtype is not torch.bool:
+        if saved.name in self._cancelled.differences and value.dtype is not torch.bool:
             return DIFFERENCED
         if value.dtype is not torch.bool and value.dtype not in FLOATS:
             return f"not floating point: {_dtype(value)}"
@@ -259,6 +278,17 @@ def _possible(saved: fx.Node, reading: Reading, bounded: bool) -> tuple[Scheme, 
     return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)
 
 
+def _around_means(saved: fx.Node, schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
+    """Those of ``schemes`` that leave out what rows have in common.
+
+    A norm over rows of columns makes its x of what is restored, whose mean is off by what rounding
+    changes: columns stay exact. An image's values are not that many deviations off.
+    """
+    columns = Scheme.CHANNELS8 in schemes and saved.meta["val"].dim() < IMAGE_DIMS
+    fine = (s for s in schemes if s.spec.unit.centred and not columns)
+    return (Scheme.EXACT, *fine)
+
+
 def _on_trial(reading: Reading) -> tuple[Scheme, ...]:
     """What a softmax sees errs absolutely: how much 8 bits cost depends on how large it is."""
     assert reading.chain is not None
@@ -296,8 +326,11 @@ def _why_too_fine(saved: fx.Node) -> str:
     return "meets a softmax, which wants 12 bits: too few less than it has"
 
 
-def _tried(crosser: Crosser, reading: Reading) -> Crosser:
-    """``crosser`` without the schemes that what is recomputed from it does not tolerate."""
+def _tried(crosser: Crosser, reading: Reading, centred: bool) -> Crosser:
+    """``crosser`` without the schemes that what is recomputed from it does not tolerate.
+
+    ``centred``: only what is fine around the mean of its rows will do.
+    """
     assert reading.chain is not None
     if reading.chain.plain or crosser.schemes == _EXACT:
         return crosser
@@ -307,7 +340,7 @@ def _tried(crosser: Crosser, reading: Reading) -> Crosser:
         if problem:
             break  # a coarser one would do worse
         kept.append(scheme)
-    for scheme in _instead(crosser, reading) if len(kept) == 1 else ():
+    for scheme in _instead(crosser, reading) if len(kept) == 1 and not centred else ():
         problem = reading.chain.try_scheme(scheme, crosser.saved)
         if not problem:
             kept.append(scheme)

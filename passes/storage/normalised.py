@@ -26,6 +26,7 @@ _BOUNDED = {
     aten.native_group_norm.default,
 }
 _FOLLOWED = VIEWS | CASTS | {aten.clamp_min.default, aten.clamp.default, aten.reciprocal.default}
+_PLACED = VIEWS | CASTS | {aten.as_strided.default}
 _SCALES = {aten.mul.Tensor, aten.div.Tensor}
 
 
@@ -39,15 +40,36 @@ def is_normalised(node: fx.Node, activations: Set[fx.Node]) -> bool:
     stack = [node]
     while stack:
         made = stack.pop()
-        if made in seen or made not in activations or made.target in _BOUNDED:
+        if made in seen or made not in activations or bounds(made):
             continue
         seen.add(made)
-        if made.op == "placeholder" and _is_numbers(made):
+        if made.op == "placeholder" and is_numbers(made):
             return False
-        if made.target in _SCALES and (_by_root(made) or _by_own_sum(made)):
-            continue
         stack.extend(made.all_input_nodes)
     return True
+
+
+def bounds(node: fx.Node) -> bool:
+    """``node`` is of a known size whatever it is computed from."""
+    if node.target in _BOUNDED:
+        return True
+    if node.target is aten.add.Tensor:
+        return _is_affine(node) or _is_affine(node, swapped=True)
+    return node.target in _SCALES and (_by_root(node) or _by_own_sum(node))
+
+
+def _is_affine(total: fx.Node, swapped: bool = False) -> bool:
+    """x scale + shift as a group norm has it: both made of weights and of 1 / deviation."""
+    operands = [n for n in total.args[:2] if isinstance(n, fx.Node)]
+    if len(operands) < 2:
+        return False
+    scaled, shift = reversed(operands) if swapped else operands
+    shift = strip(shift, _PLACED)
+    if scaled.target is not aten.mul.Tensor or shift.target is not aten.add.Tensor:
+        return False
+    scales = {strip(n, _PLACED) for n in scaled.all_input_nodes}
+    roots = {n for n in scales if n.target is aten.mul.Tensor and _by_root(n)}
+    return any(roots & set(part.all_input_nodes) for part in shift.all_input_nodes)
 
 
 def _by_own_sum(scaled: fx.Node) -> bool:
@@ -70,7 +92,7 @@ def _is_root(scale: fx.Node) -> bool:
     return power or source.target in _ROOTS
 
 
-def _is_numbers(node: fx.Node) -> bool:
+def is_numbers(node: fx.Node) -> bool:
     """Not indices, sizes or masks."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()

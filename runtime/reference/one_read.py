@@ -78,9 +78,14 @@ def quantize_fixed(values: Tensor, factor: Tensor) -> Tensor:
     and never beyond 127 in magnitude.
     """
     product = values.double() * factor.double().unsqueeze(1)
-    fixed = torch.where(factor.unsqueeze(1) == 0, 0.0, product).round().to(torch.int64)
-    rows = torch.arange(values.shape[0], device=values.device, dtype=torch.int64).unsqueeze(1)
-    cols = torch.arange(values.shape[1], device=values.device, dtype=torch.int64)
+    return round_fixed(torch.where(factor.unsqueeze(1) == 0, 0.0, product))
+
+
+def round_fixed(product: Tensor) -> Tensor:
+    """INT8 of ``product`` [R, C] fp64 / 256: see ``quantize_fixed``."""
+    fixed = product.round().to(torch.int64)
+    rows = torch.arange(product.shape[0], device=product.device, dtype=torch.int64).unsqueeze(1)
+    cols = torch.arange(product.shape[1], device=product.device, dtype=torch.int64)
     place = ((rows * ROW_HASH) ^ (cols * COL_HASH)) & MASK32
     dither = ((fixed + _MAGIC_BITS ^ place) * MIX_HASH & MASK32) >> 24
     return (fixed + dither >> 8).to(torch.int8)

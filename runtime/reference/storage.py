@@ -12,6 +12,7 @@ from hot_compile.runtime.reference.arithmetic import (
     scale_of,
     transform_rows,
 )
+from hot_compile.runtime.reference.one_read import round_fixed
 from hot_compile.runtime.reference.sizes import (
     CONTRACT_ALIGN,
     INT4_GROUP,
@@ -127,9 +128,13 @@ def _each(per_tile: Tensor, tile: int, contracted: int) -> Tensor:
 
 
 def _folded(t: Tensor, fold: Tensor, reciprocal: Tensor) -> Tensor:
-    """``t`` [C, K] times ``fold`` [K], the product rounded once: to an integer."""
-    product = torch.where((reciprocal == 0).unsqueeze(1), 0.0, t.double() * fold.double())
-    return product.round().clamp(-127, 127).to(torch.int8)
+    """``t`` [C, K] times ``fold`` [K], rounded stochastically, as ``quantize_fixed`` does.
+
+    Rows of little gradient have small folds, and there are many of them: rounded to nearest they
+    would be dropped, all of them, in every step.
+    """
+    product = t.double() * fold.double() * 256.0
+    return round_fixed(torch.where((reciprocal == 0).unsqueeze(1), 0.0, product))
 
 
 def rescale_int4(

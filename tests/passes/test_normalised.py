@@ -29,10 +29,17 @@ class Batch(nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Group(nn.GroupNorm):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
 BOUNDED = {
     "layer norm": nn.LayerNorm(WIDTH),
     "RMS norm": nn.RMSNorm(WIDTH),
     "batch norm": Batch(WIDTH),
+    "group norm": Group(8, WIDTH),
+    "group norm without weights": Group(8, WIDTH, affine=False),
     "tanh": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "norm, then a layer": nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)),
     "embedding": nn.Embedding(32, WIDTH),

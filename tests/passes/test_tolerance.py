@@ -131,7 +131,8 @@ def test_norms_keep_their_digits_whatever_the_mean(norm, mean):
         first, last = nn.Conv2d(8, 64, 1), nn.Conv2d(64, 16, 1)
         middle = nn.BatchNorm2d(64) if norm == "batch 2d" else nn.GroupNorm(4, 64)
         x = torch.randn(16, 8, 8, 8)
-    net = nn.Sequential(first, middle, nn.SiLU(), last)
+    before = nn.BatchNorm1d(32, affine=False) if norm == "batch 1d" else nn.Identity()
+    net = nn.Sequential(before, first, middle, nn.SiLU(), last)
     with torch.no_grad():
         first.bias += mean
     weight = torch.randn_like(net(x))

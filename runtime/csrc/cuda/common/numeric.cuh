@@ -152,4 +152,14 @@ __device__ inline uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
+// reference.one_read.quantize_fixed of a value times `factor` / 256; the integer is byte 1.
+__device__ inline uint32_t round_fixed(float value, float factor, uint32_t place) {
+  uint32_t bits = __float_as_uint(__fmaf_rn(value, factor, 12582912.0f));
+  return bits + ((bits ^ place) * kMixHash >> 24);
+}
+
+__device__ inline uint32_t second_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051), 0x5410);
+}
+
 }  // namespace hot

@@ -88,16 +88,6 @@ __device__ inline float one_read_reciprocal_of(uint32_t absmax_bits) {
   return usable ? __fdiv_rn(32512.0f, absmax) : 0.0f;
 }
 
-// one_read.quantize_fixed; the integer is byte 1.
-__device__ inline uint32_t round_fixed(float value, float factor, uint32_t place) {
-  uint32_t bits = __float_as_uint(__fmaf_rn(value, factor, 12582912.0f));
-  return bits + ((bits ^ place) * kMixHash >> 24);
-}
-
-__device__ inline uint32_t second_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051), 0x5410);
-}
-
 // One unit's rows: i-th of 16, or -1 beyond grad_output.
 struct UnitRows {
   uint32_t sample, token, samples, tokens;

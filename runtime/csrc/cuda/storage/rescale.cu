@@ -120,17 +120,19 @@ struct Stored {
   }
 };
 
-// The product is rounded to an integer once.
+// The product is rounded stochastically: rows of little gradient have small folds.
 __device__ inline uint4 fold_and_round(const float (&v)[kPlaces], const float (&fold)[kPlaces],
-                                       bool zero) {
+                                       uint32_t column_place, uint32_t k_place, bool zero) {
   uint32_t words[kPlaces / 4];
 #pragma unroll
   for (int w = 0; w < kPlaces / 4; ++w) {
     uint32_t q[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      q[j] = __float_as_uint(__fmaf_rn(v[4 * w + j], fold[4 * w + j], 12582912.0f));
-    words[w] = low_bytes(q[0], q[1], q[2], q[3]);
+    for (int j = 0; j < 4; ++j) {
+      uint32_t place = k_place + (4 * w + j) * kColHash;
+      q[j] = round_fixed(v[4 * w + j], fold[4 * w + j], column_place ^ place);
+    }
+    words[w] = second_bytes(q[0], q[1], q[2], q[3]);
   }
   return zero ? make_uint4(0, 0, 0, 0) : make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -152,8 +154,11 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 4) {
       float4 part = *reinterpret_cast<const float4*>(task.fold + k + i);
-      fold[i] = part.x, fold[i + 1] = part.y, fold[i + 2] = part.z, fold[i + 3] = part.w;
+      float fixed[4] = {part.x, part.y, part.z, part.w};  // eight fractional bits more: exact
+#pragma unroll
+      for (int j = 0; j < 4; ++j) fold[i + j] = __fmul_rn(fixed[j], 256.0f);
     }
+    uint32_t k_place = static_cast<uint32_t>(k) * kColHash;
 #pragma unroll 1
     for (int c0 = 0; c0 < columns; c0 += kAtOnce) {
       Place<kNibbles> place(task, first + c0, k, tile);
@@ -168,7 +173,9 @@ __global__ void __launch_bounds__(kThreads, 4)
         if (c0 + c >= columns) break;
         float v[kPlaces], reciprocal = task.reciprocal[first + c0 + c];
         stored[c].values(reciprocal, v);
-        *reinterpret_cast<uint4*>(out) = fold_and_round(v, fold, reciprocal == 0.0f);
+        uint32_t column_place = static_cast<uint32_t>(first + c0 + c) * kRowHash;
+        *reinterpret_cast<uint4*>(out) =
+            fold_and_round(v, fold, column_place, k_place, reciprocal == 0.0f);
       }
     }
   }
