@@ -85,6 +85,26 @@ def test_gradients(kind):
     assert relative(g_w, exact_w) < 0.05
 
 
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize("share", [1e-1, 1e-2, 1e-3])
+def test_many_rows_of_little_gradient_count(stored, share):
+    """As most tokens of a language model: what they agree upon must not be rounded away."""
+    rows = 4096
+    g, x = share * (1 + torch.rand(rows, 32)), 1 + torch.rand(rows, 48)
+    g[::256] = torch.randn(16, 32)
+    _, _, col_q, fold, peak, equal, _ = hot.quantize_one_read(g, 0, 1)
+    if stored == "int8":
+        x_q, x_scale = hot.rescale_int8(*hot.compress_int8(x, 0, 1), fold, peak)
+    else:
+        x_q, x_scale = hot.rescale_int4(*hot.compress_int4(x), fold, peak)
+    small = torch.ones(rows, dtype=torch.bool)
+    small[::256] = False
+    got = (col_q.double() * equal[:, None])[:, small] @ (x_q.double() * x_scale[:, None]).t()[small]
+    exact = g[small].double().t() @ x[small].double()
+    assert relative(got, exact) < (0.05 if share > 1e-3 else 0.2)
+    assert 0.98 < float((got * exact).sum() / exact.square().sum()) < 1.02
+
+
 def test_half_rank_is_exact_on_what_it_keeps():
     """Rows that are constant within each unit have all their energy in the first coefficient."""
     g, x = (torch.randn(40, cols).repeat_interleave(16, 0) for cols in (48, 64))
