@@ -214,4 +214,5 @@ def test_one_read_of_more_than_2_to_31_elements():
     x_q, x_scale = torch.ops.hot.rescale_int8(stored, scale, fold, peak)
     x = x_q[:, -64:].float() * x_scale[:, None]
     exact = (g[-64:].float() * fold[-64:, None]).t()
-    assert ((x - exact).abs() <= x_scale[:, None] + 0.01 * exact.abs()).all()
+    # storage to half a step, the fold stochastically to a whole one
+    assert ((x - exact).abs() <= 1.5 * x_scale[:, None] + 0.01 * exact.abs()).all()
