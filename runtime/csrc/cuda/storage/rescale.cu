@@ -130,7 +130,8 @@ __device__ inline uint4 fold_and_round(const float (&v)[kPlaces], const float (&
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t place = k_place + (4 * w + j) * kColHash;
-      q[j] = round_fixed(v[4 * w + j], fold[4 * w + j], column_place ^ place);
+      float value = __fmul_rn(v[4 * w + j], 256.0f);  // exact; the fold times that may be infinite
+      q[j] = round_fixed(value, fold[4 * w + j], column_place ^ place);
     }
     words[w] = second_bytes(q[0], q[1], q[2], q[3]);
   }
@@ -154,9 +155,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 4) {
       float4 part = *reinterpret_cast<const float4*>(task.fold + k + i);
-      float fixed[4] = {part.x, part.y, part.z, part.w};  // eight fractional bits more: exact
-#pragma unroll
-      for (int j = 0; j < 4; ++j) fold[i + j] = __fmul_rn(fixed[j], 256.0f);
+      fold[i] = part.x, fold[i + 1] = part.y, fold[i + 2] = part.z, fold[i + 3] = part.w;
     }
     uint32_t k_place = static_cast<uint32_t>(k) * kColHash;
 #pragma unroll 1
