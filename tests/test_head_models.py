@@ -113,6 +113,28 @@ def test_a_model_is_taken_as_it_is(name):
     assert cosine(got[2], want[2]) > 1 - 1e-9
 
 
+OTHERS = (*FAST[1:], *SLOW)
+
+
+@pytest.mark.parametrize(
+    "name", [FAST[0], *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)]
+)
+def test_the_rest_of_the_model_is_compressed_as_without_a_head(name):
+    """What a head in chunks leaves in the graph must not keep rules from what lies before it."""
+    options = {"head_min_bytes": 0, "memory_min_bytes": 0, "min_gain": 0}
+    held = {}
+    for head in ("chunked", "off"):
+        model, reports = model_of(name), Reports()
+        taken = {**options, "head": head}
+        outcome(model, functools.partial(
+            hot, options=taken, recorder=reports, inner_compile=run_uncompiled
+        ))  # fmt: skip
+        crossing = [c for graph in reports.graphs for c in graph.crossing]
+        held[head] = sum(c.bytes_before for c in crossing if c.scheme != "exact")
+    assert held["off"] > 0
+    assert held["chunked"] >= 0.5 * held["off"]
+
+
 def test_explain_says_why_logits_that_are_used_twice_stay(capsys):
     class Twice(NanoGPT):
         def forward(self, input_ids, labels):
