@@ -174,8 +174,8 @@ def _summed_rows(reduction: fx.Node, features: dict[fx.Node, Features]) -> fx.No
     """What ``reduction`` goes over, if that is some of its rows and nothing else."""
     source = reduction.args[0]
     dims: Any = reduction.args[1] if len(reduction.args) > 1 else None
-    if not isinstance(source, fx.Node) or source not in features or not dims:
-        return None
+    if not isinstance(source, fx.Node) or source not in features or not dims or not _rank(source):
+        return None  # a tensor without dimensions may be reduced over dimension 0
     sizes = source.meta["val"].shape
     over = {dim % len(sizes) for dim in dims if hint(sizes[dim]) > 1}
     return source if over and not over & features[source] else None
