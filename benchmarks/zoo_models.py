@@ -54,7 +54,7 @@ def _smallest(names: list[str]) -> str:
 def still(model: nn.Module) -> nn.Module:
     """Without what is drawn anew in every forward."""
     for module in model.modules():
-        for name in ("drop_prob", "dropout_prob", "p"):
+        for name in ("drop_prob", "drop_rate", "dropout_prob", "p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model.train()
