@@ -21,6 +21,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x, labels=None, options=None):
+        x = F.layer_norm(x, (64,))  # on raw data, what a batch norm follows stays exact
         out = self.layers(x) * (1 if options is None else options)
         loss = None if labels is None else F.mse_loss(out, labels)
         return {"loss": loss, "out": out}

@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(64, 192)
 
     def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = self.qkv(nn.functional.layer_norm(x, x.shape[-1:])).chunk(3, dim=-1)
         return torch.softmax(q @ k.T, dim=-1) @ v
 
 
