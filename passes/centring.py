@@ -25,6 +25,8 @@ from torch import fx
 from hot_compile.passes.graph import (
     CASTS,
     IMAGE_DIMS,
+    PARTS,
+    SPLITS,
     TRANSPOSES,
     VIEWS,
     aten,
@@ -61,9 +63,6 @@ _STATISTICS = _DEVIATIONS | {
 }
 _SAME = VIEWS | CASTS
 _MULTIPLES = _SAME | {aten.div.Tensor, aten.mul.Tensor, aten.squeeze.dims, operator.getitem}
-_PARTS = {aten.slice.Tensor, aten.select.int}
-_SPLITS = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.unbind.int: 1}
-"""Where an operator that takes parts has the dimension among its arguments."""
 _ATTENTION, _KEY = "_scaled_dot_product", 1
 
 Features = frozenset[int]
@@ -123,12 +122,12 @@ def _is_taken(node: fx.Node, user: fx.Node, taking: Set[fx.Node]) -> bool:
 
 def _is_part(user: fx.Node, whole: fx.Node, features: dict[fx.Node, Features]) -> bool:
     """``user`` is some of the outputs, as k is of a layer that makes q, k and v."""
-    if user.target is operator.getitem and whole.target in _SPLITS:
+    if user.target is operator.getitem and whole.target in SPLITS:
         given: fx.Node = whole.args[0]  # type: ignore[assignment]
-        place = _SPLITS[whole.target]
+        place = SPLITS[whole.target]
         dim: Any = whole.args[place] if len(whole.args) > place else 0
         return dim % max(1, _rank(given)) in features[given]
-    cut = user.target in _PARTS and user.args[0] is whole  # not a size it is cut to
+    cut = user.target in PARTS and user.args[0] is whole  # not a size it is cut to
     return cut and _dim(user, whole) in features[whole]
 
 
@@ -187,7 +186,7 @@ def _takes_rows(side: fx.Node, whole: fx.Node, features: dict[fx.Node, Features]
         before: fx.Node = side.args[0]  # type: ignore[assignment]
         if side.target is aten.unsqueeze.default:
             return True
-        if side.target in _PARTS and _dim(side, before) not in features[before]:
+        if side.target in PARTS and _dim(side, before) not in features[before]:
             return True
         side = before
     return False

@@ -16,15 +16,21 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, made_of, strip
+from hot_compile.passes.graph import (
+    CASTS,
+    PARTS,
+    SPLITS,
+    VIEWS,
+    aten,
+    closure,
+    is_tangent,
+    made_of,
+    strip,
+)
 from hot_compile.passes.site import Site
 
 DIFFERENCED = "feeds a difference of two uses of one weight: what is left may be less than errors"
 _SCALED = VIEWS | CASTS | {aten.mul.Tensor, aten.div.Tensor, aten.neg.default}
-_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
-_PARTS = {aten.slice.Tensor: 1, aten.select.int: 1, aten.split.Tensor: 2}
-"""Where an operator that takes a part has the dimension among its arguments."""
-_PARTS |= {aten.split_with_sizes.default: 2, aten.unbind.int: 1}
 
 
 def differenced(graph: fx.Graph, sites: Iterable[Site]) -> set[fx.Node]:
@@ -111,12 +117,10 @@ class _Uses:
 
 def _cut_from(node: fx.Node) -> fx.Node | None:
     """What ``node`` is a part of, if it is cut along dimension 0."""
-    cut = node.args[0] if node.target is operator.getitem else node
-    if not isinstance(cut, fx.Node) or (cut is node and cut.target in _SPLITS):
+    cut, places = (node.args[0], SPLITS) if node.target is operator.getitem else (node, PARTS)
+    if not isinstance(cut, fx.Node) or cut.target not in places:
         return None
-    if cut.target not in _PARTS or (cut is not node and cut.target not in _SPLITS):
-        return None
-    place = _PARTS[cut.target]
+    place = places[cut.target]
     dim = cut.args[place] if len(cut.args) > place else cut.kwargs.get("dim", 0)
     whole = cut.args[0]
     return whole if dim == 0 and isinstance(whole, fx.Node) and not _is_ours(whole) else None

@@ -31,6 +31,14 @@ VIEWS = {
 }
 PADS = {aten.constant_pad_nd.default}
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
+PARTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
+"""Operators that take a part, and where they have its dimension among their arguments."""
+SPLITS: dict[Any, int] = {
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.unbind.int: 1,
+}
+"""Likewise of those that return all parts."""
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
