@@ -35,6 +35,7 @@ from hot_compile.passes.graph import (
     is_tangent,
     named_inputs,
     placeholders,
+    rank_of,
     strip,
 )
 from hot_compile.passes.layers.match import GraphInputs
@@ -126,7 +127,7 @@ def _is_part(user: fx.Node, whole: fx.Node, features: dict[fx.Node, Features]) -
         given: fx.Node = whole.args[0]  # type: ignore[assignment]
         place = SPLITS[whole.target]
         dim: Any = whole.args[place] if len(whole.args) > place else 0
-        return dim % max(1, _rank(given)) in features[given]
+        return dim % max(1, rank_of(given)) in features[given]
     cut = user.target in PARTS and user.args[0] is whole  # not a size it is cut to
     return cut and _dim(user, whole) in features[whole]
 
@@ -173,7 +174,7 @@ def _summed_rows(reduction: fx.Node, features: dict[fx.Node, Features]) -> fx.No
     """What ``reduction`` goes over, if that is some of its rows and nothing else."""
     source = reduction.args[0]
     dims: Any = reduction.args[1] if len(reduction.args) > 1 else None
-    if not isinstance(source, fx.Node) or source not in features or not dims or not _rank(source):
+    if not isinstance(source, fx.Node) or source not in features or not dims or not rank_of(source):
         return None  # a tensor without dimensions may be reduced over dimension 0
     sizes = source.meta["val"].shape
     over = {dim % len(sizes) for dim in dims if hint(sizes[dim]) > 1}
@@ -209,13 +210,13 @@ def _features(node: fx.Node, known: dict[fx.Node, Features]) -> Features:
         if node.args[_WEIGHTS[node.target]] in known:
             return frozenset()  # rows by rows, as logits of attention
         return frozenset({value.dim() - 1 if node.target in _BATCHED else 1})
-    sources = [n for n in given if _rank(n)]
+    sources = [n for n in given if rank_of(n)]
     if sources and node.target in VIEWS:
         return _viewed(node, sources[0], known[sources[0]])
-    alike = [n for n in sources if _rank(n) == value.dim()]
+    alike = [n for n in sources if rank_of(n) == value.dim()]
     if is_pointwise(node):
         return frozenset(
-            dim + value.dim() - _rank(n)
+            dim + value.dim() - rank_of(n)
             for n in sources
             for dim in known[n]
             if n in alike or not alike
@@ -267,8 +268,3 @@ def _reshaped(before: Sequence[int], after: Sequence[int], features: Features) -
         if features & set(range(first, i)):
             found |= {dim for dim in range(group, j) if after[dim] != 1}
     return frozenset(found)
-
-
-def _rank(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else 0

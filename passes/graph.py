@@ -41,6 +41,12 @@ SPLITS: dict[Any, int] = {
 """Likewise of those that return all parts."""
 
 
+def rank_of(node: fx.Node) -> int:
+    """Dimensions of what ``node`` computes; 0 if that is no tensor."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """Inputs of the graph, in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]

@@ -24,6 +24,7 @@ from hot_compile.passes.graph import (
     module_path,
     named_inputs,
     placeholders,
+    rank_of,
     reaches,
     strip,
     untranspose,
@@ -81,7 +82,7 @@ class _Context:
         users = [n for n in placeholders(graph) if _is_user_tensor(n) and n not in self.names]
         self.activations = closure(users) if inputs.parameters else set()
         self.known_inputs = bool(inputs.parameters)
-        self.batch_sizes = [n.meta["val"].shape[0] for n in users if _rank(n) >= 1]
+        self.batch_sizes = [n.meta["val"].shape[0] for n in users if rank_of(n) >= 1]
         products = [node for node in graph.nodes if node.target in _PRODUCTS]
         self.forward_products = [n for n in products if n not in self.backward]
         self.pending = dict.fromkeys(n for n in products if n in self.backward)
@@ -206,7 +207,7 @@ class _Context:
 
 def _refused(node: fx.Node, reason: str) -> Site:
     """A Site for a product of which no more is known than its operands' shapes."""
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and _rank(a) >= 2]
+    tensors = [a for a in node.args if isinstance(a, fx.Node) and rank_of(a) >= 2]
     first, second = (a.meta["val"] for a in tensors[:2])
     return Site(
         name=module_path(node) or node.name,
@@ -229,11 +230,6 @@ def _is_user_tensor(node: fx.Node) -> bool:
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     first, second = (product.args[i] for i in _PRODUCTS[product.target])
     return first, second  # type: ignore[return-value]
-
-
-def _rank(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
@@ -260,7 +256,7 @@ def _is_transposed(node: fx.Node, of: fx.Node | None) -> bool:
 
 def _looks_like_weight(node: fx.Node) -> bool:
     base = strip(node, VIEWS | CASTS)
-    return base.op == "placeholder" and _rank(base) == 2
+    return base.op == "placeholder" and rank_of(base) == 2
 
 
 def _lead(x: fx.Node) -> tuple[Any, ...]:
