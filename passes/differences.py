@@ -23,6 +23,7 @@ from hot_compile.passes.graph import (
     VIEWS,
     aten,
     closure,
+    is_ours,
     is_tangent,
     made_of,
     strip,
@@ -123,10 +124,10 @@ def _cut_from(node: fx.Node) -> fx.Node | None:
     place = places[cut.target]
     dim = cut.args[place] if len(cut.args) > place else cut.kwargs.get("dim", 0)
     whole = cut.args[0]
-    return whole if dim == 0 and isinstance(whole, fx.Node) and not _is_ours(whole) else None
+    return whole if dim == 0 and isinstance(whole, fx.Node) and not _is_of_a_head(whole) else None
 
 
-def _is_ours(node: fx.Node) -> bool:
+def _is_of_a_head(node: fx.Node) -> bool:
     """A head's statistics lie one behind the other: the loss's log-sum-exp less its logit."""
     maker = node.args[0] if node.target is operator.getitem else node
-    return isinstance(maker, fx.Node) and getattr(maker.target, "namespace", "") == "hot"
+    return isinstance(maker, fx.Node) and is_ours(maker)

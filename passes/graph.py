@@ -47,6 +47,11 @@ def rank_of(node: fx.Node) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
+def is_ours(node: fx.Node) -> bool:
+    """``node`` calls one of the operators in namespace ``hot``."""
+    return getattr(node.target, "namespace", "") == "hot"
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """Inputs of the graph, in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]

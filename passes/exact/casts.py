@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import VIEWS, aten, value_of
+from hot_compile.passes.graph import VIEWS, aten, is_ours, value_of
 from hot_compile.passes.site import bytes_of
 from hot_compile.runtime import casts as _registered  # noqa: F401
 
@@ -93,4 +93,4 @@ def _read_from_memory(node: fx.Node) -> bool:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "hot"
+    return is_ours(node)

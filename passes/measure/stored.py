@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, module_path
+from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_ours, is_tangent, module_path
 from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
@@ -241,7 +241,7 @@ def _is_product(node: object) -> bool:
         return False
     name = getattr(node.target, "__name__", "")
     attention = "attention" in name and "backward" in name
-    ours = getattr(node.target, "namespace", "") == "hot"
+    ours = is_ours(node)
     return attention or ours or node.target in PRODUCTS or node.target in BATCHED
 
 

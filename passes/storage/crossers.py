@@ -17,6 +17,7 @@ from hot_compile.passes.graph import (
     IMAGE_DIMS,
     VIEWS,
     closure,
+    is_ours,
     module_path,
     named_inputs,
     placeholders,
@@ -238,7 +239,7 @@ def is_packed(node: fx.Node) -> bool:
     """A part of what one of our operators made of a layer's x."""
     got = getattr(node.target, "__name__", "") == "getitem"
     source = node.args[0] if got else None
-    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "hot"
+    return isinstance(source, fx.Node) and is_ours(source)
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:

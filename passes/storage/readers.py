@@ -22,6 +22,7 @@ from hot_compile.passes.graph import (
     VIEWS,
     aten,
     closure,
+    is_ours,
     is_pointwise,
     is_tangent,
     made_of,
@@ -189,7 +190,7 @@ class _Reader:
             self._read_with_gradient(node, user)
         elif user.target in VIEWS | CASTS | MOVES or _is_getitem(user):
             self._move(node, user)
-        elif getattr(user.target, "namespace", "") == "hot":
+        elif is_ours(user):
             self._product(node, user)
         elif not is_pointwise(user):
             self._refuse(f"input of a recomputed region ({user.target})")
@@ -270,7 +271,7 @@ class _Reader:
         elif user.target in BATCHED:
             self.reading.batched = self.reading.fine = True
             self._chain.end(node)
-        elif user.target in PRODUCTS or getattr(user.target, "namespace", "") == "hot":
+        elif user.target in PRODUCTS or is_ours(user):
             self._product(node, user)
         elif not self._known.settled(user, self._elements):
             self._refuse("read before the first layer's backward: a loss stays exact")
@@ -373,7 +374,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    ours = getattr(node.target, "namespace", "") == "hot"
+    ours = is_ours(node)
     return ours or node.target in PRODUCTS or node.target in BATCHED
 
 
