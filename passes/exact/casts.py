@@ -87,10 +87,6 @@ def _read_from_memory(node: fx.Node) -> bool:
         for user in stack.pop().users:
             if user.target in VIEWS:
                 stack.append(user)
-            elif not (user.op == "output" or user.target in _PRODUCTS or _is_ours(user)):
+            elif not (user.op == "output" or user.target in _PRODUCTS or is_ours(user)):
                 return False
     return True
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return is_ours(node)
