@@ -135,6 +135,31 @@ def test_the_rest_of_the_model_is_compressed_as_without_a_head(name):
     assert held["chunked"] >= 0.5 * held["off"]
 
 
+def test_the_norm_in_front_of_a_head_is_stored_like_any_other():
+    """The loss's own gradient was multiplied into the head's already, in the forward."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, VOCABULARY))
+    x, labels = torch.randn(128, 64), torch.randint(VOCABULARY, (128,))
+    options = {"head_min_bytes": 0, "memory_min_bytes": 0, "min_gain": 1e9}
+    schemes = {}
+    for head in ("chunked", "off"):
+        reports = Reports()
+        step = torch.compile(
+            lambda x, y: F.cross_entropy(model(x), y),
+            backend=functools.partial(
+                hot,
+                options={**options, "head": head},
+                recorder=reports,
+                inner_compile=run_uncompiled,
+            ),
+        )
+        torch.compiler.reset()
+        step(x, labels).backward()
+        (graph,) = reports.graphs
+        schemes[head] = [c.scheme for c in graph.crossing if c.module == "1" and len(c.shape) > 1]
+    assert schemes["chunked"] == schemes["off"]
+    assert "rows8" in schemes["chunked"]
+
+
 def test_explain_says_why_logits_that_are_used_twice_stay(capsys):
     class Twice(NanoGPT):
         def forward(self, input_ids, labels):

@@ -91,4 +91,10 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.library.register_fake("hot::head_gradients_by")
 def _(*args: Any) -> tuple[Tensor, ...]:
     x, weight, wanted = args[0], args[1], args[-6]
-    return gradients_of(x, weight, wanted, torch.float32)
+    return gradients_of(x, weight.shape[0], wanted, torch.float32)
+
+
+IN_FORWARD = {torch.ops.hot.head_both.default, torch.ops.hot.head_both_by.default}
+"""What makes a head's gradients with its loss."""
+GRADIENTS = range(2, 5)
+"""Which of their results these are."""

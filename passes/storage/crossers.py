@@ -24,6 +24,7 @@ from hot_compile.passes.graph import (
     returned,
     strip,
 )
+from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.site import bytes_of, hint
 from hot_compile.passes.storage.channels_last import in_memory
@@ -129,7 +130,8 @@ class Judge:
         self._activations = _activations(forward, inputs)
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
-        self.facts: Facts = facts(backward, names)
+        made_by_heads = {node.name for node in self._activations if _is_of_head(node)}
+        self.facts: Facts = facts(backward, names, made_by_heads)
 
     def __call__(
         self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()
@@ -240,6 +242,14 @@ def is_packed(node: fx.Node) -> bool:
     got = getattr(node.target, "__name__", "") == "getitem"
     source = node.args[0] if got else None
     return isinstance(source, fx.Node) and is_ours(source)
+
+
+def _is_of_head(node: fx.Node) -> bool:
+    """A gradient that a head in chunks made in the forward."""
+    if not is_packed(node):
+        return False
+    made, place = node.args
+    return isinstance(made, fx.Node) and made.target in IN_FORWARD and place in GRADIENTS
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:

@@ -131,15 +131,23 @@ class Facts:
     """Names of placeholders that hold more than functions of parameters."""
 
 
-def facts(backward: fx.Graph, activations: Set[str]) -> Facts:
-    """Gather what ``read`` needs."""
+def facts(
+    backward: fx.Graph, activations: Set[str], head_gradients: Set[str] = frozenset()
+) -> Facts:
+    """Gather what ``read`` needs.
+
+    ``head_gradients``: names of placeholders that hold what a head made in the forward, a product
+    but for the loss's own gradient, which it meets here.
+    """
     tangents = [node for node in backward.nodes if is_tangent(node)]
     gradients = closure(tangents)
     data = closure(n for n in placeholders(backward) if n.name in activations or is_tangent(n))
     products = [
         n
         for n in gradients
-        if _is_attention(n) or (_is_product(n) and set(n.all_input_nodes) - data)
+        if _is_attention(n)
+        or (_is_product(n) and set(n.all_input_nodes) - data)
+        or any(given.name in head_gradients for given in n.all_input_nodes)
     ]
     after_products = closure(products)
     by_size = {t: closure([t]) for t in tangents if isinstance(t.meta.get("val"), torch.Tensor)}

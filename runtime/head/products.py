@@ -19,6 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hot_compile.runtime.head.parts import (
+    ALIGN,
+    Part,
+    add_product,
+    missing_outputs,
+    multiply_back,
+    parts_of,
+    width_of,
+)
+from hot_compile.runtime.head.parts import multiply as multiply_parts
 from hot_compile.runtime.head.rows import (
     Chunk,
     Form,
@@ -31,9 +41,6 @@ STATISTICS = 4
 CHUNK_BYTES = 2**29
 """Most bytes of a chunk of logits."""
 _LEAST_BYTES = 2**23
-_ALIGN = 16
-"""Columns of a chunk are made a multiple of this on a GPU, whose products of an odd width take two
-to six times as long."""
 
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? column"
 _FORM = "float inner, bool cap, float outer"
@@ -122,16 +129,16 @@ def both(
     coefficients = None if coefficients is None else coefficients.contiguous()
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
-    outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
-    gradients = gradients_of(x, weight, wanted, torch.float32)
+    outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
+    gradients = gradients_of(x, width_of(parts), wanted, torch.float32)
     with _exact(x.device):
-        for rows, g in _row_chunks(x, weight, wanted[1]):
-            y, theirs = _logits_of(x, weight, bias, rows, g, logits, form)
+        for rows, g in _row_chunks(x, width_of(parts), wanted[1]):
+            y, theirs = _logits_of(x[rows], parts, g, logits[rows], form)
             chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
             chunk_statistics(chunk, statistics[:, rows], theirs)
             if coefficients is not None:
                 chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
-                _add_gradients(g, x, weight, rows, gradients, multiply)
+                _add_gradients(g, x, parts, rows, gradients, multiply)
     return statistics, logits, *_without_padding(gradients, outputs)
 
 
@@ -154,38 +161,39 @@ def gradients_by_rows(
     """``hot::head_gradients`` in chunks of rows, g_w in fp32; its products by ``multiply``."""
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     target = _dense(target)
-    outputs, (weight, bias) = weight.shape[0], _padded(weight, bias)
-    gradients = gradients_of(x, weight, wanted, torch.float32)
+    outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
+    gradients = gradients_of(x, width_of(parts), wanted, torch.float32)
     with _exact(x.device):
-        for rows, y in _row_chunks(x, weight, wanted[1]):
-            _product(x[rows], weight, bias, y)
+        for rows, y in _row_chunks(x, width_of(parts), wanted[1]):
+            multiply_parts(x[rows], parts, y)
             outside = None if extra is None else extra[rows]
             chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
             gradient = Gradient(y, coefficients[:, rows], outside, extra_scale)
             chunk_gradient(chunk, lse[rows], gradient)
-            _add_gradients(y, x, weight, rows, gradients, multiply)
+            _add_gradients(y, x, parts, rows, gradients, multiply)
     return _without_padding(gradients, outputs)
 
 
 def _add_gradients(
     g: Tensor,
     x: Tensor,
-    weight: Tensor,
+    parts: tuple[Part, ...],
     rows: slice,
     gradients: tuple[Tensor, Tensor, Tensor],
     multiply: Multiply | None,
 ) -> None:
     """What rows whose gradient of y is ``g`` give to (g_x, g_w, g_b), empty if not wanted."""
     grad_x, grad_weight, grad_bias = gradients
-    own_x, own_weight = multiply(g, x[rows], weight) if multiply else (None, None)
+    own_x, own_weight = multiply(g, x[rows], parts[0].weight) if multiply else (None, None)
     if own_x is not None:
         grad_x[rows] = own_x
     elif grad_x.numel():
-        torch.mm(g, weight, out=grad_x[rows])
+        multiply_back(g, parts, grad_x[rows])
     if own_weight is not None:
         grad_weight += own_weight
     elif grad_weight.numel():
-        _add_product(grad_weight, g.t(), x[rows])
+        for part in parts:
+            add_product(grad_weight[part.columns], g[:, part.columns].t(), x[rows])
     if grad_bias.numel():
         grad_bias += g.sum(0, dtype=torch.float32)
 
@@ -207,39 +215,41 @@ def _head_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     (rows, _), outputs = x.shape, weight.shape[0]
-    weight, bias = _padded(weight, bias)
-    grad_x, grad_weight, grad_bias = gradients_of(x, weight, wanted, x.dtype)
+    room = outputs + missing_outputs(weight)
+    grad_x, grad_weight, grad_bias = gradients_of(x, room, wanted, x.dtype)
     sum_x = torch.zeros_like(grad_x, dtype=torch.float32)
     width = chunk_columns(rows, outputs, x.element_size())
-    scratch = x.new_empty((rows, -(-width // _ALIGN) * _ALIGN))
+    scratch = x.new_empty((rows, -(-width // ALIGN) * ALIGN))
     target = _dense(target)
     with _exact(x.device):
         for first in range(0, outputs, width):
             last = min(first + width, outputs)
-            columns = slice(first, weight.shape[0] if last == outputs else last)
-            part = weight[columns]
-            y = scratch[:, : part.shape[0]]
-            _product(x, part, None if bias is None else bias[columns], y)
-            own = None if column is None else column[first:last]
+            columns = slice(first, last)
+            # only the last one may be padded: no more than a chunk is copied
+            own = None if bias is None else bias[columns]
+            parts = parts_of(weight[columns], own, whole=True)
+            wide = slice(first, first + width_of(parts))
+            y = scratch[:, : width_of(parts)]
+            multiply_parts(x, parts, y)
+            own = None if column is None else column[columns]
             place = None if target is None else target - first
-            outside = None if extra is None else extra[:, first:last]
+            outside = None if extra is None else extra[:, columns]
             gradient = Gradient(y, coefficients, outside, extra_scale)
             chunk_gradient(Chunk(y, last - first, place, own, form), lse, gradient)
             if wanted[0]:
-                _add_product(sum_x, y, part)
+                add_product(sum_x, y, parts[0].weight)
             if wanted[1]:
-                torch.mm(y.t(), x, out=grad_weight[columns])
+                torch.mm(y.t(), x, out=grad_weight[wide])
             if wanted[2]:
-                torch.sum(y, 0, dtype=torch.float32, out=grad_bias[columns])
+                torch.sum(y, 0, dtype=torch.float32, out=grad_bias[wide])
     grad_x = grad_x.copy_(sum_x) if wanted[0] else grad_x
     return _without_padding((grad_x, grad_weight, grad_bias), outputs)
 
 
-def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
+def _row_chunks(x: Tensor, outputs: int, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
     """(rows, room for as many rows of y, which the next chunk gets, too), over all rows."""
     rows, inputs = x.shape
-    outputs, itemsize = weight.shape[0], x.element_size()
-    size = chunk_rows(rows, outputs, inputs, itemsize, grad_weight)
+    size = chunk_rows(rows, outputs, inputs, x.element_size(), grad_weight)
     buffer = x.new_empty((min(size, rows), outputs))
     for first in range(0, rows, size):
         place = slice(first, min(first + size, rows))
@@ -247,43 +257,18 @@ def _row_chunks(x: Tensor, weight: Tensor, grad_weight: bool) -> Iterator[tuple[
 
 
 def _logits_of(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: slice,
-    room: Tensor,
-    logits: Tensor,
-    form: Form,
+    x: Tensor, parts: tuple[Part, ...], room: Tensor, logits: Tensor, form: Form
 ) -> tuple[Tensor, Tensor | None]:
     """(y of some rows, what is still to be written of the caller's ``logits``, if anything).
 
     The product goes straight into them where they are y itself and as wide.
     """
-    if logits.numel():
-        theirs, plain = logits[rows], not form.cap and form.outer == 1
-        if not plain or theirs.dtype != x.dtype or theirs.shape[1] != room.shape[1]:
-            _product(x[rows], weight, bias, room)
-            return room, theirs
-        room = theirs
-    _product(x[rows], weight, bias, room)
-    return room, None
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (fp32) += a b, the sum never rounded to the operands' dtype where a library can."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
-    else:
-        total += a @ b
+    plain = not form.cap and form.outer == 1
+    if logits.dtype == x.dtype and logits.shape[-1] == room.shape[1] and plain:
+        multiply_parts(x, parts, logits)
+        return logits, None
+    multiply_parts(x, parts, room)
+    return room, logits if logits.numel() else None
 
 
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -293,29 +278,14 @@ def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def gradients_of(
-    x: Tensor, weight: Tensor, wanted: list[bool], grad_weight: torch.dtype
+    x: Tensor, outputs: int, wanted: list[bool], grad_weight: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for g_x, g_w, g_b; what chunks of rows add up starts at zero."""
-    outputs, inputs = weight.shape
     return (
         x.new_empty(tuple(x.shape) if wanted[0] else 0),
-        x.new_zeros((outputs, inputs) if wanted[1] else 0, dtype=grad_weight),
+        x.new_zeros((outputs, x.shape[1]) if wanted[1] else 0, dtype=grad_weight),
         x.new_zeros((outputs,) if wanted[2] else 0, dtype=torch.float32),
     )
-
-
-def _padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The same with outputs of zeros at the end."""
-    missing = _padding(weight)
-    if not missing:
-        return weight, bias
-    wide = torch.nn.functional.pad(weight, (0, 0, 0, missing))
-    return wide, None if bias is None else torch.nn.functional.pad(bias, (0, missing))
-
-
-def _padding(weight: Tensor) -> int:
-    """Outputs that are missing to what a GPU's products like."""
-    return -weight.shape[0] % _ALIGN if weight.is_cuda else 0
 
 
 def _without_padding(
@@ -378,7 +348,7 @@ def _(
     outer: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_of(x, weight, wanted, x.dtype)
+    return gradients_of(x, weight.shape[0], wanted, x.dtype)
 
 
 @torch.library.register_fake("hot::head_both")
@@ -397,5 +367,5 @@ def fake_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes and dtypes of ``both``."""
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    gradients = gradients_of(x, weight, wanted, torch.float32)
+    gradients = gradients_of(x, weight.shape[0], wanted, torch.float32)
     return statistics, _logits(x, weight, logits_dtype), *gradients

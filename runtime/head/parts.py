@@ -1,0 +1,89 @@
+"""A head's weight in parts whose products a GPU makes fast.
+
+Where a product's width is no multiple of 16 it takes two to six times as long, whatever its strides
+are. Zeros behind the last outputs mend that, but a copy of the whole weight for their sake is a
+twentieth of GPT-2's peak: so all that divides is multiplied where it lies, and only the last few
+outputs are copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+ALIGN = 16
+"""Outputs of a part are made a multiple of this on a GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some of a weight's outputs [P, I] with their bias [P], and the columns of y they make."""
+
+    columns: slice
+    weight: Tensor
+    bias: Tensor | None
+
+
+def parts_of(weight: Tensor, bias: Tensor | None, whole: bool = False) -> tuple[Part, ...]:
+    """``weight`` [O, I] and ``bias`` [O] in parts.
+
+    The last one may have outputs of zeros at its end. ``whole``: as one part, for products that
+    want all of y's gradient at once.
+    """
+    missing = missing_outputs(weight)
+    if not missing:
+        return (Part(slice(0, weight.shape[0]), weight, bias),)
+    outputs = weight.shape[0]
+    first = 0 if whole else max(0, outputs + missing - ALIGN)
+    own = None if bias is None else bias[first:]
+    last = Part(slice(first, outputs + missing), *_padded(weight[first:], own, missing))
+    if not first:
+        return (last,)
+    return Part(slice(0, first), weight[:first], None if bias is None else bias[:first]), last
+
+
+def width_of(parts: tuple[Part, ...]) -> int:
+    """Columns of y, those of zeros among them."""
+    return int(parts[-1].columns.stop)
+
+
+def missing_outputs(weight: Tensor) -> int:
+    """Outputs that are missing to what a GPU's products like."""
+    return -weight.shape[0] % ALIGN if weight.is_cuda else 0
+
+
+def multiply(x: Tensor, parts: tuple[Part, ...], out: Tensor) -> None:
+    """y = x W^T + b [R, P] into ``out``."""
+    for part in parts:
+        y = out[:, part.columns]
+        if part.bias is None:
+            torch.mm(x, part.weight.t(), out=y)
+        else:
+            torch.addmm(part.bias, x, part.weight.t(), out=y)
+
+
+def multiply_back(g: Tensor, parts: tuple[Part, ...], out: Tensor) -> None:
+    """g_x = g W [R, I] into ``out``; the few last outputs first, so that the sum is rounded once
+    more than one product would only where they have a share in it."""
+    *others, last = parts
+    torch.mm(g[:, last.columns], last.weight, out=out)
+    for part in others:
+        torch.addmm(out, g[:, part.columns], part.weight, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (fp32) += a b, the sum never rounded to the operands' dtype where a library can."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+def _padded(weight: Tensor, bias: Tensor | None, missing: int) -> tuple[Tensor, Tensor | None]:
+    """The same with outputs of zeros at the end."""
+    pad = torch.nn.functional.pad
+    return pad(weight, (0, 0, 0, missing)), None if bias is None else pad(bias, (0, missing))
