@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten, is_pointwise
+from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten
 from hot_compile.passes.site import hint
-from hot_compile.passes.storage import probe
-from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.passes.storage import trial
+from hot_compile.passes.storage.schemes import Scheme
 
 _FACTORS = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self}
 """What may still be done to a value that another tensor multiplies."""
@@ -23,7 +22,6 @@ _JUMPS = {getattr(aten, name).default for name in ("floor", "ceil", "round", "tr
     aten.round.decimals,
 }
 """They turn the smallest error into a whole step."""
-_ROOT_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,105 +125,12 @@ class Chain:
             return ""
         with _disable_current_modes(), torch.no_grad():
             try:
-                return self._try(scheme, made)
+                nodes = (self._root, *self._order)
+                return trial.problem(
+                    trial.function_of(made, nodes, self._masks, self._ends), scheme
+                )
             except Exception as error:  # an operator that our samples do not suit
                 return f"could not be tried on samples: {error}"[:200]
-
-    def _try(self, scheme: Scheme, made: fx.Node) -> str:
-        x = _typical_values(made)
-        if scheme.spec.unit is Unit.CENTRED_ROW and not self._is_homogeneous(x):
-            return "bends near zero, where codes around another mean are coarse"
-        values = self._evaluated(x, probe.restored(x, scheme))
-        limit = probe.CENTRED if scheme.spec.unit is Unit.CHANNEL else probe.USUAL
-        limit = probe.FOUR_BITS if scheme is Scheme.INT4 else limit
-        for node, inverse in self._ends:
-            exact, rounded = values[node]
-            if inverse:
-                exact, rounded = exact.reciprocal(), rounded.reciprocal()
-            for within in (None, *self._regions(values)):
-                problem = probe.verdict(exact, rounded, x, limit, within)
-                if problem:
-                    return problem
-        return ""
-
-    def _evaluated(self, x: Tensor, other: Tensor) -> dict[fx.Node, tuple[Tensor, Tensor]]:
-        """All nodes of the chain at ``x`` and at ``other``, masks as they are at ``x``."""
-        values = {self._root: (x, other)}
-        for node in self._order:
-            values[node] = self._evaluate(node, values)
-        return values
-
-    def _is_homogeneous(self, x: Tensor) -> bool:
-        """Twice the argument gives twice the result, or the same, as of a ReLU and its slope.
-
-        Such a function has no scale of its own: it bends no finer than its values are spread.
-        """
-        values = self._evaluated(x, 2 * x)
-        pairs = [values[node] for node, _ in self._ends]
-        fine = [(one.isfinite() & two.isfinite(), one, two) for one, two in pairs]
-        return all(
-            torch.allclose(two[ok], 2 * one[ok], 1e-2) or torch.allclose(two[ok], one[ok], 1e-2)
-            for ok, one, two in fine
-        )
-
-    def _regions(self, values: dict[fx.Node, tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Where each mask holds, and where not, and what two have in common: a gradient may be let
-        through there alone (a clamp's is, between two comparisons)."""
-        masks = [values[mask][0] for mask in self._masks]
-        sides = [(mask, ~mask) for mask in masks]
-        both = [a & b for one, other in combinations(sides, 2) for a in one for b in other]
-        return [side for pair in sides for side in pair] + both
-
-    def _evaluate(
-        self, node: fx.Node, values: dict[fx.Node, tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        inside = [n for n in node.all_input_nodes if n in values]
-        if _only_moves(node, inside):
-            (source,) = inside[:1]
-            return tuple(_as_type(v, node) for v in values[source])  # type: ignore[return-value]
-        results = []
-        for side in (0, 1):
-            args, kwargs = fx.map_arg(
-                (node.args, node.kwargs),
-                lambda n: _argument(n, node, values, side),  # noqa: B023
-            )
-            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
-        if node in self._masks:
-            results[1] = results[0]
-        return results[0], results[1]
-
-
-def _argument(n: fx.Node, node: fx.Node, values: dict, side: int) -> Any:
-    if n in values:
-        return values[n][side]
-    value = n.meta.get("val")
-    if n.target is aten.full.default:
-        return torch.full((), n.args[1], dtype=value.dtype, device="cpu")  # type: ignore[union-attr,arg-type]
-    if not isinstance(value, Tensor):
-        return hint(value)
-    if value.dtype is torch.bool:
-        return _coin(next(iter(values.values()))[0])
-    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.where.self):
-        return torch.zeros((), dtype=value.dtype, device="cpu")
-    return torch.ones((), dtype=value.dtype, device="cpu")
-
-
-def _coin(like: Tensor) -> Tensor:
-    return (torch.arange(like.numel(), device="cpu") % 3 > 0).view(like.shape)
-
-
-def _only_moves(node: fx.Node, inside: list[fx.Node]) -> bool:
-    return not is_pointwise(node) or bool(inside and _cast_only(node))
-
-
-def _cast_only(node: fx.Node) -> bool:
-    return node.target is torch.ops.prims.convert_element_type.default
-
-
-def _as_type(value: Tensor, node: fx.Node) -> Tensor:
-    result = node.meta.get("val")
-    dtype = result.dtype if isinstance(result, Tensor) else value.dtype
-    return value.to(dtype)
 
 
 def _same_elements(a: Any, b: Any) -> bool:
@@ -238,28 +143,3 @@ def _is_multiple(user: fx.Node, chain: Chain) -> bool:
     if user.target in (aten.mul.Tensor, aten.neg.default):
         return len(inside) == 1 and user.args.count(inside[0]) <= 1
     return user.target is aten.div.Tensor and len(inside) == 1 and user.args[0] is inside[0]
-
-
-def _typical_values(made: fx.Node) -> Tensor:
-    """Samples of the tensor: of what it is a function of, through that function."""
-    path: list[fx.Node] = []
-    node = made
-    while len(path) < _ROOT_STEPS and _is_unary(node):
-        path.append(node)
-        (node,) = node.all_input_nodes
-    root = node.meta["val"]
-    dtype = root.dtype if isinstance(root, Tensor) and root.is_floating_point() else torch.float32
-    value = probe.samples(dtype)
-    for step in reversed(path):
-        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda _: value)  # noqa: B023
-        value = step.target(*args, **kwargs)  # type: ignore[operator]
-    return value.to(made.meta["val"].dtype)
-
-
-def _is_unary(node: fx.Node) -> bool:
-    """A pointwise function of one floating-point tensor."""
-    pointwise = is_pointwise(node)
-    if node.op != "call_function" or not pointwise or len(node.all_input_nodes) != 1:
-        return False
-    value = node.all_input_nodes[0].meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
