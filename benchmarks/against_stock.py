@@ -186,6 +186,8 @@ def measure(
         steppers = [Stepper(row, work, device, dtype == "bf16", adamw) for row in rows]
         for stepper in steppers:
             stepper.compile()
+            row = stepper.row
+            print(f"{name} {row.config}: {row.compile_s:.0f} s, {row.peak_bytes / 2**20:.0f} MiB")
         yield rows
         for _ in range(rounds):
             for stepper in steppers:
@@ -197,12 +199,11 @@ def measure(
 
 
 def _child(name: str, configs: str, device: str, dtype: str, rounds: int) -> None:
-    """Says ``ready`` when compiled, measures when told to, and says what it found."""
+    """Says what it knows when all is compiled, and, when told to measure, what it found."""
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         run = measure(name, configs.split(","), torch.device(device), dtype, rounds)
-        next(run)
-        print("ready", file=answers, flush=True)
+        print(json.dumps([asdict(row) for row in next(run)]), file=answers, flush=True)
         sys.stdin.readline()
         print(json.dumps([asdict(row) for row in next(run)]), file=answers, flush=True)
 
@@ -216,22 +217,23 @@ class Child:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
-    def compiled(self) -> bool:
-        """Waits; False if it failed (what it said of that is on stderr)."""
-        return self._answer() == "ready"
+    def compiled(self) -> list[Row]:
+        """Waits; peaks and compile times, empty if it failed (what it said is on stderr)."""
+        return self._answer()
 
     def rows(self) -> list[Row]:
         """Measured now."""
         assert self._process.stdin
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        answer = self._answer()
+        found = self._answer()
         self._process.wait()
-        return [Row(**row) for row in json.loads(answer or "[]")]
+        return found
 
-    def _answer(self) -> str:
+    def _answer(self) -> list[Row]:
         assert self._process.stdout
-        return self._process.stdout.readline().strip()
+        answer = self._process.stdout.readline().strip()
+        return [Row(**row) for row in json.loads(answer or "[]")]
 
 
 def as_table(rows: list[Row], title: str) -> Table:
@@ -290,10 +292,16 @@ def plot(rows: list[Row], file: Path) -> None:
 
 
 def _measure_all(names: list[str], arguments: list[str], jobs: int) -> Iterator[list[Row]]:
+    """What is known so far, each time that it is more."""
+    known: dict[str, list[Row]] = {}
     for first in range(0, len(names), jobs):
         children = [Child(name, arguments) for name in names[first : first + jobs]]
-        for child in [child for child in children if child.compiled()]:
-            yield child.rows()
+        for child in children:
+            known[child.name] = child.compiled()
+            yield [row for rows in known.values() for row in rows]
+        for child in children:
+            known[child.name] = known[child.name] and (child.rows() or known[child.name])
+            yield [row for rows in known.values() for row in rows]
 
 
 def main(
@@ -317,8 +325,7 @@ def main(
     measured: list[Row] = []
     where = torch.device(device)
     settings = {"dtype": dtype, "configs": configs, "rounds": rounds, "jobs": jobs}
-    for more in _measure_all(rows.split(","), [*arguments, "--rounds", str(rounds)], jobs):
-        measured += more
+    for measured in _measure_all(rows.split(","), [*arguments, "--rounds", str(rounds)], jobs):
         if json_file:  # each time: what was measured stays, whatever stops the rest
             write_json(json_file, where, settings, [asdict(row) for row in measured])
     Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))

@@ -62,6 +62,7 @@ RATES: dict[str, Rates] = {
         copy=4.2e12,
         packing=3.6e12,
         start=3e-6,
+        idle=9e-6,
         asynchronous=True,
         one_read=True,
     ),

@@ -62,6 +62,9 @@ class Rates:
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
     asynchronous: bool = False
     start: float = 0.0
+    idle: float = 0.0
+    """What a kernel takes, whatever its size, that has too little to do to fill the device: one
+    that goes down the columns of a weight, or over the scales of a rescaling."""
     one_read: bool = False
     """One 8-bit quantisation of g_y for both products is faster than one for each."""
 
@@ -79,7 +82,8 @@ Pricing = Callable[[torch.device], Rates | str]
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """One side of a comparison, symbolic: floating, INT8 and INT4 operations, bytes moved by
-    passes, elements that integer products write, operator calls.
+    passes, elements that integer products write, operator calls, and kernels that leave the device
+    idle.
     """
 
     flops: sympy.Expr = ZERO
@@ -88,6 +92,7 @@ class Cost:
     bytes: sympy.Expr = ZERO
     results: sympy.Expr = ZERO
     calls: int = 0
+    idle: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -97,6 +102,7 @@ class Cost:
             self.bytes + other.bytes,
             self.results + other.results,
             self.calls + other.calls,
+            self.idle + other.idle,
         )
 
 
@@ -140,9 +146,9 @@ class Sized:
         return results
 
 
-def _moved(*sized: Sized, calls: int = 1, again: sympy.Expr = ZERO) -> Cost:
+def _moved(*sized: Sized, calls: int = 1, idle: int = 0, again: sympy.Expr = ZERO) -> Cost:
     """Each of ``sized`` read or written once, and bytes that are moved ``again``."""
-    return Cost(bytes=sum((s.bytes for s in sized), again), calls=calls)
+    return Cost(bytes=sum((s.bytes for s in sized), again), calls=calls, idle=idle)
 
 
 def _vector(x: Sized, length: sympy.Expr, element: int = 4) -> Sized:
@@ -207,8 +213,11 @@ def _quantize_one_read(g: Sized, rank: int, tokens: int, summed: bool = False) -
 
 
 def _quantize_weight(weight: Sized, equal: Sized, inputs_first: bool) -> Any:
-    q = _integers(weight, weight.columns, weight.rows)
-    return _moved(weight, q), (q, _vector(weight, weight.columns))
+    inputs, outputs = weight.rows, weight.columns
+    if not inputs_first:
+        inputs, outputs = outputs, inputs
+    q = _integers(weight, inputs, outputs)
+    return _moved(weight, q, idle=1), (q, _vector(weight, inputs))
 
 
 def _compress_int4(x: Sized) -> Any:
@@ -230,11 +239,11 @@ def _compress_int8(x: Sized, rank: int, tokens: int) -> Any:
 
 def _rescale_int4(packed: Sized, scale: Sized, minimum: Sized, *fold: Sized) -> Any:
     q = _integers(packed, packed.rows, packed.columns)
-    return _moved(packed, scale, minimum, q), (q, _vector(q, q.rows))
+    return _moved(packed, scale, minimum, q, idle=1), (q, _vector(q, q.rows))
 
 
 def _rescale_int8(stored: Sized, scale: Sized, *fold: Sized) -> Any:
-    return _moved(stored, stored), (stored, _vector(stored, stored.rows))
+    return _moved(stored, stored, idle=1), (stored, _vector(stored, stored.rows))
 
 
 def _scaled_int_mm(a: Sized, b: Sized, *epilogue: Any) -> Any:
@@ -304,6 +313,7 @@ def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
         + cost.int4_ops / rates.int4
         + (cost.bytes + cost.results * (8 * rates.int32_result + E)) / rates.transform
         + cost.calls * rates.start
+        + cost.idle * rates.idle
     )
     host = cost.calls * rates.launch
     return sympy.Max(device, host) if rates.asynchronous else device + host

@@ -28,13 +28,13 @@ from hot_compile.runtime.native.providers import runtime_version, status
 
 log = logging.getLogger("hot_compile")
 
-_FORMAT = 1
+_FORMAT = 2
 _DIGITS = 4
 """Significant ones that are kept: more would be noise."""
 _ALWAYS = {"float32", "bfloat16", "float16"}
 _TABLES = ("exact", "convolution")
 _FACTS = ("int32_result", "asynchronous", "one_read")
-_MAY_BE_ZERO = "start"
+_MAY_BE_ZERO = ("start", "idle")
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError)
 """What a file that is none of ours, or half of one, may raise."""
 
@@ -144,7 +144,7 @@ def _check(name: str, number: object) -> None:
     known = isinstance(number, (int, float)) and not isinstance(number, bool)
     if known and math.isfinite(number) and number > 0:  # type: ignore[arg-type,operator]
         return
-    if name != _MAY_BE_ZERO or number != 0:
+    if name not in _MAY_BE_ZERO or number != 0:
         raise ValueError(f"{name} is {number!r}, no positive number")
 
 
