@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,17 +19,13 @@ from hot_compile.errors import OptionError, PassDisabledError
 from hot_compile.inspect import Reports, explain
 from hot_compile.testing import cosine, hot_step
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 ALWAYS = {"min_gain": 0, "keep_head": False}
 
 
 def mlp():
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def gradients(model, x, **compile_options):
@@ -343,3 +340,15 @@ def test_a_partitioner_without_uuid_is_never_cached(monkeypatch):
     assert Mine.calls == 1
     assert seen[0]["fx_graph_cache"] is False
     assert layer.weight.grad is not None
+
+
+def test_what_dynamo_is_to_skip_outlives_a_setting_of_the_users(monkeypatch):
+    """Their functions stay in it, and Transformers' warnings still break no graph that follows."""
+    theirs, once = logging.Logger.info, logging.Logger.debug
+    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", {theirs})
+    monkeypatch.setitem(sys.modules, "transformers", logging)
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+    torch.compile(nn.Linear(8, 8), backend="hot")(torch.randn(8, 8))
+    skipped = torch._dynamo.config.ignore_logging_functions
+    assert theirs in skipped
+    assert once in skipped
