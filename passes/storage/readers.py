@@ -228,7 +228,7 @@ class _Reader:
             self._refuse("compared with another tensor: a rounded value may equal no exact one")
             return
         self.reading.masks.append(user)
-        self._chain.compare(node, user)
+        self._chain.compare(user)
 
     def step(self, node: fx.Node, user: fx.Node) -> None:
         """A pointwise operator is computed again from it."""
