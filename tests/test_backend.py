@@ -166,17 +166,16 @@ class Constants(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("written", ["dump", "trace"])
-def test_graphs_with_attributes_are_written_and_train(tmp_path, written):
+def test_graphs_with_attributes_are_written_and_train(tmp_path):
     """Attributes are the owner's; writing a graph needs none of them, and leaves it its owner."""
-    folder = str(tmp_path) if written == "dump" else None
+    dump, trace = tmp_path / "dump", tmp_path / "trace"
     script = f"""
 import functools, torch
 from hot_compile.inspect import run_uncompiled
 from test_backend import ALWAYS, Constants, hot
 torch.manual_seed(0)
 model, x = Constants(), torch.randn(40, 64)
-options = {{**ALWAYS, "recipe": "int8", "dump": {folder!r}}}
+options = {{**ALWAYS, "recipe": "int8", "dump": {str(dump)!r}}}
 model(x).square().mean().backward()
 exact = [p.grad.clone() for p in model.parameters()]
 model.zero_grad()
@@ -185,14 +184,11 @@ torch.compile(model, backend=backend)(x).square().mean().backward()
 for parameter, want in zip(model.parameters(), exact):
     assert torch.nn.functional.cosine_similarity(parameter.grad.flatten(), want.flatten(), 0) > 0.99
 """
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    if written == "trace":
-        env["TORCH_TRACE"] = str(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "TORCH_TRACE": str(trace)}
     subprocess.run([sys.executable, "-c", script], env=env, check=True)
-    joint = "*joint.after.py" if written == "dump" else "*.log"
-    (file,) = tmp_path.rglob(joint)
-    assert "_tensor_constant0" in file.read_text()
-    assert "hot.scaled_int_mm" in file.read_text()
+    for (file,) in (dump.rglob("*joint.after.py"), trace.glob("*.log")):
+        assert "_tensor_constant0" in file.read_text()
+        assert "hot.scaled_int_mm" in file.read_text()
 
 
 def test_dump_by_environment_variable(tmp_path, monkeypatch):
