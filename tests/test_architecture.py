@@ -13,12 +13,6 @@ PACKAGES = {
     "runtime": "hot_compile.runtime",
 }
 LEAVES = {"hot_compile.errors", "hot_compile.config"}
-ROOMS = {"hot_compile.runtime"}, {"hot_compile.passes"}
-BELOW_BACKEND = {
-    f"hot_compile.{name}"
-    for name in ("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks")
-}
-TOP = 5
 FILE_CAP, FUNCTION_CAP = 500, 100
 
 
@@ -58,6 +52,14 @@ def statements(node):
             continue
         yield child
         yield from statements(child)
+
+
+ROOMS = {"hot_compile.runtime"}, {"hot_compile.passes"}
+BELOW_BACKEND = {
+    f"hot_compile.{name}"
+    for name in ("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks")
+}
+TOP = 5
 
 
 def layer(name):
