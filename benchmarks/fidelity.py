@@ -2,7 +2,7 @@
 
     python benchmarks/fidelity.py run --device cuda --jobs 16          # all cells, resumable
     python benchmarks/fidelity.py run --tasks digits --recipes exact;hot --seeds 3
-    python benchmarks/fidelity.py report                               # docs/fidelity.md, JSON, PNG
+    python benchmarks/fidelity.py report                     # docs/measured/fidelity.md, JSON, PNG
     python benchmarks/fidelity.py restore                              # cells from that JSON
 
 A cell is one task trained with one recipe from one seed; its result is a JSON file below ``--out``,
@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from fidelity_report import write_report
+from fidelity_report import figures_of, write_report
 from fidelity_tasks import NEEDS_PRETRAINING, TASKS, Setting, pretrain
 from report import environment
 from torch._inductor.compile_fx import compile_fx_inner
@@ -109,7 +109,7 @@ def cell_path(out: Path, task: str, recipe: str, seed: int) -> Path:
 Out = Annotated[Path, typer.Option(help="folder of the cells")]
 Document = Annotated[Path, typer.Option(help="its marked tables are replaced")]
 OUT = Path("out/fidelity")
-DOCUMENT = Path("docs/fidelity.md")
+DOCUMENT = Path("docs/measured/fidelity.md")
 Group = tuple[str, str, list[int]]
 """(task, recipe, seeds) that one process trains together."""
 
@@ -295,7 +295,7 @@ def report(out: Out = OUT, document: Document = DOCUMENT) -> None:
 @app.command()
 def restore(out: Out = OUT, document: Document = DOCUMENT) -> None:
     """Cells from the report's JSON, where there are none: to go on from a published run."""
-    figures = json.loads((document.parent / "benchmarks" / "fidelity.json").read_text())
+    figures = json.loads(figures_of(document).read_text())
     for row in figures["rows"]:
         path = cell_path(out, row["task"], row["recipe"], row["seed"])
         if not path.exists():

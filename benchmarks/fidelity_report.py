@@ -198,8 +198,13 @@ def plot(cells: Cells, recipes: Iterable[str], path: Path) -> None:
     plt.close(figure)
 
 
+def figures_of(document: Path) -> Path:
+    """The JSON of docs/measured/fidelity.md: docs/benchmarks/fidelity.json."""
+    return document.parents[1] / "benchmarks" / document.with_suffix(".json").name
+
+
 def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]:
-    """Replace the marked tables of the document; write JSON and PNG beside it."""
+    """Replace the marked tables of the document; write its picture beside it, and its JSON."""
     cells = Cells.load(out)
     if not cells.tasks:
         return [f"no cells below {out}; run them first"]
@@ -218,9 +223,9 @@ def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]
         pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
     document.write_text(text)
-    picture = document.with_name("fidelity.png")
+    picture = document.with_suffix(".png")
     plot(cells, recipes, picture)
-    figures = document.parent / "benchmarks" / "fidelity.json"
+    figures = figures_of(document)
     figures.parent.mkdir(parents=True, exist_ok=True)
     left_out = ("losses", "reasons", "strategies")
     rows = [{k: v for k, v in c.raw.items() if k not in left_out} for c in cells.all()]

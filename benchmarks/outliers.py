@@ -1,6 +1,6 @@
 """Pictures of g_y like the supplementary's figure 2: where outliers lie, which scales suit them.
 
-    python benchmarks/outliers.py --task digits --out docs/outliers.png
+    python benchmarks/outliers.py --task digits --out docs/measured/outliers.png
 
 Trains a task exactly, then shows |g_y| of two layers: the one that scales per token help most, and
 the one they help least (LQS's measure: L2 error of quantised g_y, per token against per tensor).
@@ -104,7 +104,7 @@ def main(
     cells: Annotated[Path, typer.Option(help="folder of pretrained weights")] = Path(
         "out/fidelity"
     ),
-    out: Annotated[Path, typer.Option(help="the picture")] = Path("docs/outliers.png"),
+    out: Annotated[Path, typer.Option(help="the picture")] = Path("docs/measured/outliers.png"),
 ) -> Gradients:
     """Train, observe one batch, draw."""
     if task not in TASKS:

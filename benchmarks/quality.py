@@ -73,7 +73,7 @@ def measure(task: Task, recipes: list[str], seeds: int, console: Console) -> lis
 
 
 def markdown(rows: list[Row], task: Task) -> str:
-    """The table for docs/benchmarks.md."""
+    """The table for docs/measured/benchmarks.md."""
     exact = rows[0]
     lines = [
         f"| recipe | held-out {task.metric}, mean | lowest to highest | minus exact | MB held |",

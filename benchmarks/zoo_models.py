@@ -76,46 +76,50 @@ def image_model(name: str) -> Built:
     return Built(model, loss)
 
 
-def text_model(kind: str, config: str, **settings: Any) -> Built:
-    """A language model of transformers with its own loss."""
+def configured(
+    kind: str, config: str, inputs: Callable[[], dict[str, Any]], **settings: Any
+) -> Built:
+    """A model of transformers by its configuration, with its own loss."""
     import transformers
 
     made = getattr(transformers, config)(**settings)
     for name in vars(made):
         if "dropout" in name and isinstance(getattr(made, name), float):
             setattr(made, name, 0.0)
-    model = still(getattr(transformers, kind)(made))
+    model, given = still(getattr(transformers, kind)(made)), inputs()
+    return Built(model, lambda m: m(**given).loss)
+
+
+def text() -> dict[str, Tensor]:
+    """Words, to be predicted."""
     ids = torch.randint(3, WORDS, (BATCH, TOKENS))
-    return Built(model, lambda m: m(input_ids=ids, labels=ids).loss)
+    return {"input_ids": ids, "labels": ids}
 
 
-_LLAMA = {
-    "vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+BLOCKS = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
-_BERT = {
-    "vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 2 * TOKENS, "pad_token_id": 0,
-}  # fmt: skip
-_GPT2 = {"vocab_size": WORDS, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": TOKENS,
-         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_T5 = {"vocab_size": WORDS, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2,
-       "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
-_BART = {
+TEXT = BLOCKS | {"vocab_size": WORDS, "max_position_embeddings": TOKENS}
+GPT2 = {"vocab_size": WORDS, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": TOKENS,
+        "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+T5 = {"vocab_size": WORDS, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2,
+      "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
+ENCODER_DECODER = {
     "vocab_size": WORDS, "d_model": 128, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256,
     "decoder_ffn_dim": 256, "max_position_embeddings": TOKENS, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2, "decoder_start_token_id": 2,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
+_LLAMA = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_BERT = TEXT | {"max_position_embeddings": 2 * TOKENS, "pad_token_id": 0}
 
 
 def _text(kind: str, config: str, **settings: Any) -> Callable[[], Built]:
-    return functools.partial(text_model, kind, config, **settings)
+    return functools.partial(configured, kind, config, text, **settings)
 
 
 TRANSFORMERS: dict[str, Callable[[], Built]] = {
-    "gpt2": _text("GPT2LMHeadModel", "GPT2Config", **_GPT2),
+    "gpt2": _text("GPT2LMHeadModel", "GPT2Config", **GPT2),
     "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", **_BERT),
     "llama": _text("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
     "mistral": _text("MistralForCausalLM", "MistralConfig", **_LLAMA),
@@ -145,6 +149,7 @@ TRANSFORMERS: dict[str, Callable[[], Built]] = {
     "modernbert": _text("ModernBertForMaskedLM", "ModernBertConfig", **_BERT, cls_token_id=1,
                         sep_token_id=2, bos_token_id=1, eos_token_id=2),
     "deberta_v2": _text("DebertaV2ForMaskedLM", "DebertaV2Config", **_BERT),
-    "t5": _text("T5ForConditionalGeneration", "T5Config", **_T5),
-    "bart": _text("BartForConditionalGeneration", "BartConfig", **_BART),
+    "t5": _text("T5ForConditionalGeneration", "T5Config", **T5),
+    "bart": _text("BartForConditionalGeneration", "BartConfig", **ENCODER_DECODER,
+                  forced_eos_token_id=2),
 }  # fmt: skip

@@ -8,20 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zoo_models import BATCH, CLASSES, TOKENS, WORDS, Built, still
+from zoo_models import (
+    BATCH,
+    BLOCKS,
+    CLASSES,
+    ENCODER_DECODER,
+    GPT2,
+    T5,
+    TEXT,
+    TOKENS,
+    WORDS,
+    Built,
+    configured,
+    still,
+    text,
+)
 
 _SIDE = 32
-_VIT = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "image_size": _SIDE, "patch_size": 4,
-}  # fmt: skip
-_TEXT = {
-    "vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": TOKENS,
-}  # fmt: skip
-_SPEECH = {
-    "vocab_size": 32, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "conv_dim": (32, 32, 32), "conv_stride": (5, 4, 4),
+_VIT = BLOCKS | {"image_size": _SIDE, "patch_size": 4}
+_SPEECH = BLOCKS | {
+    "vocab_size": 32, "conv_dim": (32, 32, 32), "conv_stride": (5, 4, 4),
     "conv_kernel": (10, 8, 4), "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
     "mask_time_prob": 0.0, "layerdrop": 0.0, "pad_token_id": 0,
 }  # fmt: skip
@@ -77,20 +83,6 @@ def _pixart() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def configured(
-    kind: str, config: str, inputs: Callable[[], dict[str, Any]], **settings: Any
-) -> Built:
-    """A model of transformers by its configuration, with its own loss."""
-    import transformers
-
-    made = getattr(transformers, config)(**settings)
-    for name in vars(made):
-        if "dropout" in name and isinstance(getattr(made, name), float):
-            setattr(made, name, 0.0)
-    model, given = still(getattr(transformers, kind)(made)), inputs()
-    return Built(model, lambda m: m(**given).loss)
-
-
 def drawing(kind: str, inputs: Callable[[], dict[str, Any]], **settings: Any) -> Built:
     """A model of diffusers, whose result is compared with noise."""
     import diffusers
@@ -109,23 +101,10 @@ def _labelled() -> dict[str, Tensor]:
     return {"pixel_values": _image(), "labels": torch.arange(BATCH) % CLASSES}
 
 
-def _plain() -> dict[str, Tensor]:
-    ids = _ids()
-    return {"input_ids": ids, "labels": ids}
-
-
-_MOE = {
-    "vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS,
-    "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+_MOE = TEXT | {
+    "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
 }  # fmt: skip
-_ENCODER_DECODER = {
-    "vocab_size": WORDS, "d_model": 128, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256,
-    "decoder_ffn_dim": 256, "max_position_embeddings": TOKENS, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
-_WHISPER = _ENCODER_DECODER | {
+_WHISPER = ENCODER_DECODER | {
     "num_mel_bins": 16, "max_source_positions": 64, "max_target_positions": TOKENS,
     "suppress_tokens": None, "begin_suppress_tokens": None,
 }  # fmt: skip
@@ -135,26 +114,22 @@ _DIFFUSION = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 
 _CONFIGURED: Mapping[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", _labelled, {**_VIT, "num_labels": CLASSES}),
     "clip": ("CLIPModel", "CLIPConfig", _pairs,
-             {"text_config": _TEXT | {"eos_token_id": WORDS - 1}, "vision_config": _VIT}),
+             {"text_config": TEXT | {"eos_token_id": WORDS - 1}, "vision_config": _VIT}),
     "siglip": ("SiglipModel", "SiglipConfig", _pairs,
-               {"text_config": _TEXT, "vision_config": _VIT}),
+               {"text_config": TEXT, "vision_config": _VIT}),
     "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _hears, _SPEECH),
     "hubert": ("HubertForCTC", "HubertConfig", _hears, _SPEECH),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", _whisper, _WHISPER),
-    "mbart": ("MBartForConditionalGeneration", "MBartConfig", _seq2seq, _ENCODER_DECODER),
-    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", _seq2seq, _ENCODER_DECODER),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", _seq2seq, ENCODER_DECODER),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", _seq2seq, ENCODER_DECODER),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", _seq2seq,
-                   _ENCODER_DECODER),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", _plain,
+                   ENCODER_DECODER),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", text,
                   {**_MOE, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}),
-    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", _plain, _MOE),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", text, _MOE),
     "switch": ("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", _seq2seq,
-               {"vocab_size": WORDS, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2,
-                "num_heads": 4, "num_experts": 4, "decoder_start_token_id": 0,
-                "router_jitter_noise": 0.0}),
-    "gptj": ("GPTJForCausalLM", "GPTJConfig", _plain,
-             {"vocab_size": WORDS, "n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16,
-              "n_positions": TOKENS, "bos_token_id": 1, "eos_token_id": 2}),
+               {**T5, "num_experts": 4, "router_jitter_noise": 0.0}),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", text, {**GPT2, "rotary_dim": 16}),
 }  # fmt: skip
 _DRAWING: Mapping[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "unet2d": ("UNet2DModel", _moves,

@@ -123,7 +123,7 @@ def _compiled(
     return _final(graph, config, profile, monitor)
 
 
-trace_past_warnings()  # Dynamo traces a model before it calls us: this cannot wait until then
+trace_past_warnings()
 hot.reset = reset_cudagraph_trees  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
 
 

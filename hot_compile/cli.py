@@ -100,7 +100,7 @@ def wheel(
         list[Path] | None, typer.Option(help="another wheel, to take over e.g. CUDA 12's library")
     ] = None,
 ) -> None:
-    """Make a wheel of this source tree with the operators inside. See docs/install.md."""
+    """Make a wheel of this source tree with the operators inside. See docs/wheels.md."""
     from .runtime.native.wheel import make_wheel  # wanted here only
 
     try:

@@ -33,6 +33,9 @@ def trace_past_warnings() -> None:
     It breaks the graph there. GPT-2's, for one, warns between logits and loss in every step (its
     class names no loss of its own), so that all logits would have to cross from one graph to the
     next. What is skipped is a message, never a computation.
+
+    Called when ``hot`` is imported, since Dynamo traces a model before it calls ``hot``; and by
+    ``hot``, for the models that follow, since the user may have replaced the setting since.
     """
     if not isinstance(dynamo_config.ignore_logging_functions, _Skipped):
         dynamo_config.ignore_logging_functions = _Skipped(dynamo_config.ignore_logging_functions)

@@ -19,7 +19,7 @@ import torch._inductor.config
 from torch import fx
 
 from hot_compile.passes.emit import describe
-from hot_compile.passes.graph import CASTS, VIEWS, closure, is_pointwise
+from hot_compile.passes.graph import CASTS, VIEWS, closure, is_pointwise, walk
 from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.readers import MOVES
 from hot_compile.runtime.ops import SCHEMAS
@@ -154,14 +154,7 @@ def _through_kernels(
 
     What it does not is where a path ends.
     """
-    found: set[fx.Node] = set()
-    stack = list(seeds)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += step(node) if _in_kernels(node) else ()
-    return found
+    return walk(seeds, lambda node: step(node) if _in_kernels(node) else ())
 
 
 def _in_kernels(node: fx.Node) -> bool:

@@ -99,27 +99,26 @@ def is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def closure(seeds: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set[fx.Node]:
-    """The nodes that depend on any of ``seeds``, themselves included; by paths ``within``."""
-    reached: set[fx.Node] = set()
+def walk(seeds: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """``seeds``, and all nodes that one comes to from them by ``step``s."""
+    found: set[fx.Node] = set()
     stack = list(seeds)
     while stack:
         node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(user for user in node.users if within is None or user in within)
-    return reached
+        if node not in found:
+            found.add(node)
+            stack.extend(step(node))
+    return found
+
+
+def closure(seeds: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes that depend on any of ``seeds``, themselves included; by paths ``within``."""
+    return walk(seeds, lambda node: node.users if within is None else node.users.keys() & within)
 
 
 def made_of(node: fx.Node) -> set[fx.Node]:
     """``node`` and everything that it is computed from."""
-    seen, stack = {node}, [node]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                stack.append(operand)
-    return seen
+    return walk([node], lambda made: made.all_input_nodes)
 
 
 def settle(graph: fx.Graph, places: Mapping[fx.Node, int]) -> None:

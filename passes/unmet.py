@@ -11,7 +11,7 @@ from typing import Any
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.errors import OptionWarning
-from hot_compile.passes.head.plan import UNFIT, HeadDecision
+from hot_compile.passes.head.plan import LAYERS_BY_OVERRIDE, HeadDecision
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.site import Site
 from hot_compile.passes.storage.choose import TRUSTED_BITS, plan_storage
@@ -89,11 +89,11 @@ def idle_forward(sites: Sequence[Site], plan: Plan) -> Iterator[str]:
 def unfit_heads(heads: Sequence[HeadDecision]) -> Iterator[str]:
     """Heads that an override's strategy keeps from going in chunks, with the reason."""
     for head in heads:
-        if head.reason.startswith(UNFIT):
+        if head.reason.startswith(LAYERS_BY_OVERRIDE):
             yield (
                 f"override gives the head {head.name!r} the strategy '{head.strategy}', which "
                 f"keeps its logits ({head.logits_bytes} bytes, their gradient as many) whole: "
-                f"{head.reason.removeprefix(UNFIT)}. Choose 'int8' there to have both."
+                f"{head.reason.removeprefix(LAYERS_BY_OVERRIDE)}. Choose 'int8' there to have both."
             )
 
 

@@ -37,6 +37,13 @@ def _rates_of_the_table(request, monkeypatch):
         monkeypatch.setattr(devices, "_measured", lambda device: None)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled yet, and what is random is so from the same seed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def calibrated_node_by_node():
     """``calibrate`` runs its graphs node by node: compiling them takes ten times as long."""

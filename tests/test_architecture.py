@@ -54,14 +54,22 @@ def statements(node):
         yield from statements(child)
 
 
+ROOMS = {"hot_compile.runtime"}, {"hot_compile.passes"}
+BELOW_BACKEND = {
+    f"hot_compile.{name}"
+    for name in ("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks")
+}
+TOP = 5
+
+
 def layer(name):
-    """0: leaves; 1: runtime; 2: passes; 3: everything a user touches."""
+    """How far up a module stands in DESIGN.md's picture of imports."""
     if name in LEAVES:
         return 0
-    for depth, prefix in ((1, "hot_compile.runtime"), (2, "hot_compile.passes")):
-        if name == prefix or name.startswith(prefix + "."):
+    for depth, prefixes in enumerate((*ROOMS, BELOW_BACKEND, {"hot_compile.backend"}), 1):
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
             return depth
-    return 3
+    return TOP
 
 
 @pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda v: str(v).split("/")[-1])
@@ -70,6 +78,15 @@ def test_imports_go_one_way(name, path):
     for imported in imports(name, path):
         if imported in known and imported != "hot_compile":
             assert layer(imported) <= layer(name), f"{name} imports {imported}"
+
+
+def test_every_room_and_file_of_the_top_has_its_place_in_the_design():
+    """A newcomer who reads DESIGN.md meets all of them."""
+    text = (ROOT / "DESIGN.md").read_text()
+    places = [path for folder in PACKAGES for path in (ROOT / folder).iterdir()]
+    names = {p.stem for p in places if p.suffix == ".py" or (p / "__init__.py").exists()}
+    names = {name for name in names if not name.startswith("__")}
+    assert not {name for name in names if not re.search(rf"\b{name}\b", text)}
 
 
 def test_no_file_imports_itself_in_a_circle():

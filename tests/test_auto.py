@@ -27,8 +27,7 @@ def net():
 
 
 @pytest.fixture(autouse=True)
-def _fresh(tmp_path, monkeypatch):
-    torch._dynamo.reset()
+def _own_cache(fresh_dynamo, tmp_path, monkeypatch):
     build.load("cpu")  # the library as it lies in the user's cache: building one takes a minute
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,17 +19,13 @@ from hot_compile.errors import OptionError, PassDisabledError
 from hot_compile.inspect import Reports, explain
 from hot_compile.testing import cosine, hot_step
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 ALWAYS = {"min_gain": 0, "keep_head": False}
 
 
 def mlp():
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def gradients(model, x, **compile_options):
@@ -169,17 +166,16 @@ class Constants(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("written", ["dump", "trace"])
-def test_graphs_with_attributes_are_written_and_train(tmp_path, written):
+def test_graphs_with_attributes_are_written_and_train(tmp_path):
     """Attributes are the owner's; writing a graph needs none of them, and leaves it its owner."""
-    folder = str(tmp_path) if written == "dump" else None
+    dump, trace = tmp_path / "dump", tmp_path / "trace"
     script = f"""
 import functools, torch
 from hot_compile.inspect import run_uncompiled
 from test_backend import ALWAYS, Constants, hot
 torch.manual_seed(0)
 model, x = Constants(), torch.randn(40, 64)
-options = {{**ALWAYS, "recipe": "int8", "dump": {folder!r}}}
+options = {{**ALWAYS, "recipe": "int8", "dump": {str(dump)!r}}}
 model(x).square().mean().backward()
 exact = [p.grad.clone() for p in model.parameters()]
 model.zero_grad()
@@ -188,14 +184,11 @@ torch.compile(model, backend=backend)(x).square().mean().backward()
 for parameter, want in zip(model.parameters(), exact):
     assert torch.nn.functional.cosine_similarity(parameter.grad.flatten(), want.flatten(), 0) > 0.99
 """
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    if written == "trace":
-        env["TORCH_TRACE"] = str(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "TORCH_TRACE": str(trace)}
     subprocess.run([sys.executable, "-c", script], env=env, check=True)
-    joint = "*joint.after.py" if written == "dump" else "*.log"
-    (file,) = tmp_path.rglob(joint)
-    assert "_tensor_constant0" in file.read_text()
-    assert "hot.scaled_int_mm" in file.read_text()
+    for (file,) in (dump.rglob("*joint.after.py"), trace.glob("*.log")):
+        assert "_tensor_constant0" in file.read_text()
+        assert "hot.scaled_int_mm" in file.read_text()
 
 
 def test_dump_by_environment_variable(tmp_path, monkeypatch):
@@ -343,3 +336,15 @@ def test_a_partitioner_without_uuid_is_never_cached(monkeypatch):
     assert Mine.calls == 1
     assert seen[0]["fx_graph_cache"] is False
     assert layer.weight.grad is not None
+
+
+def test_what_dynamo_is_to_skip_outlives_a_setting_of_the_users(monkeypatch):
+    """Their functions stay in it, and Transformers' warnings still break no graph that follows."""
+    theirs, once = logging.Logger.info, logging.Logger.debug
+    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", {theirs})
+    monkeypatch.setitem(sys.modules, "transformers", logging)
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+    torch.compile(nn.Linear(8, 8), backend="hot")(torch.randn(8, 8))
+    skipped = torch._dynamo.config.ignore_logging_functions
+    assert theirs in skipped
+    assert once in skipped

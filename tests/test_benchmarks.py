@@ -302,8 +302,8 @@ def test_fidelity_replays_what_it_would_do_step_by_step(program):
 def test_fidelity_goes_on_from_a_published_run(program, tmp_path):
     fidelity, report = program("fidelity"), program("fidelity_report")
     _cell(tmp_path, "digits", "exact", 0, 0.9)
-    document = tmp_path / "docs" / "fidelity.md"
-    document.parent.mkdir()
+    document = tmp_path / "docs" / "measured" / "fidelity.md"
+    document.parent.mkdir(parents=True)
     report.write_report(tmp_path, document, ("exact", "hot"))
     elsewhere = tmp_path / "elsewhere"
     fidelity.restore(elsewhere, document)
@@ -324,8 +324,8 @@ def test_fidelity_report(program, tmp_path):
     cells = report.Cells.load(tmp_path)
     assert cells.relative("digits", "hot") == pytest.approx([-0.01, 0])
     assert cells.relative("char-gpt", "hot") == pytest.approx([0.01, 0])  # a lower loss is better
-    document = tmp_path / "docs" / "fidelity.md"
-    document.parent.mkdir()
+    document = tmp_path / "docs" / "measured" / "fidelity.md"
+    document.parent.mkdir(parents=True)
     document.write_text("Before.\n<!-- table relative -->\nold\n<!-- end -->\nAfter.\n")
     lines = report.write_report(tmp_path, document, ("exact", "hot"))
     text = document.read_text()
@@ -335,7 +335,7 @@ def test_fidelity_report(program, tmp_path):
     assert "| hot | 0.50 ± 0.71 | -0.50 ± 0.71 |  |  |" in text
     assert any("| 4 | 84.55 ± 6.43 |" in line for line in lines)
     assert any("| yes | yes | 84.55 ± 6.43 |" in line for line in lines)
-    assert (tmp_path / "docs" / "fidelity.png").stat().st_size > 1000
+    assert (tmp_path / "docs" / "measured" / "fidelity.png").stat().st_size > 1000
     assert len(json.loads((tmp_path / "docs" / "benchmarks" / "fidelity.json").read_text())["rows"])
 
 

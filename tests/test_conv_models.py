@@ -6,30 +6,12 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from samples_models import WithLoss, digit_batch, warm
 from torch import nn
 
 from hot_compile.testing import cosine, hot_step
 
 timm = pytest.importorskip("timm")
-
-
-def digit_batch(size, count=4):
-    """Scikit-learn's real digits as RGB images of ``size`` pixels."""
-    data = load_digits()
-    images = torch.tensor(data.images[:count], dtype=torch.float32)[:, None] / 8 - 1
-    images = F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1)
-    return images.contiguous(), torch.tensor(data.target[:count])
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.model(x), y)
 
 
 SIZES = {
@@ -51,17 +33,7 @@ def build(name):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return WithLoss(model.to(memory_format=torch.channels_last)), digit_batch(size)
-
-
-def warm(model, inputs, steps=6):
-    """A few exact training steps: gradients at initialisation say little."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(*inputs).backward()
-        optimizer.step()
-    optimizer.zero_grad()
+    return WithLoss(model.to(memory_format=torch.channels_last)), digit_batch(size, 4)
 
 
 def norm(gradients):
@@ -72,7 +44,7 @@ def norm(gradients):
 def trained(request):
     torch.manual_seed(0)
     model, inputs = build(request.param)
-    warm(model, inputs)
+    warm(model, inputs, steps=6)
     exact = copy.deepcopy(model)
     exact(*inputs).backward()
     return model, inputs, {name: p.grad for name, p in exact.named_parameters()}

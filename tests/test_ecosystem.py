@@ -13,6 +13,8 @@ from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 ALWAYS = {"recipe": "int8", "min_gain": 0, "keep_head": False}
 UNCOMPILED = functools.partial(hot, options=ALWAYS, inner_compile=run_uncompiled)
 """For what ends before Inductor's lowering: graphs run node by node."""
@@ -34,12 +36,6 @@ class Broken(Net):
         x = F.gelu(self.a(x))
         torch._dynamo.graph_break()
         return self.c(F.gelu(self.b(x)))
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def check(model, wrap=lambda model: model, context=None, lower=False):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from samples_models import WithLoss, digit_batch, warm
 from torch import nn
 
 from hot_compile.testing import cosine, hot_step
@@ -18,27 +18,10 @@ transformers = pytest.importorskip("transformers")
 SIZE = 64
 
 
-def digit_batch(count=32):
-    """Scikit-learn's real digits as RGB images of SIZE pixels."""
-    data = load_digits()
-    images = torch.tensor(data.images[:count], dtype=torch.float32)[:, None] / 8 - 1
-    images = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear").expand(-1, 3, -1, -1)
-    return images.contiguous(), torch.tensor(data.target[:count])
-
-
 def text_batch(count=16, length=64):
     """Python's own source, as bytes."""
     source = torch.frombuffer(bytearray(Path(copy.__file__).read_bytes()), dtype=torch.uint8)
     return source[: count * length].long().view(count, length)
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.model(x), y)
 
 
 class LanguageModel(nn.Module):
@@ -96,7 +79,7 @@ def bert():
 
 def vision(name, **kwargs):
     model = timm.create_model(name, img_size=SIZE, num_classes=10, **kwargs)
-    return WithLoss(model), digit_batch()
+    return WithLoss(model), digit_batch(SIZE, 32)
 
 
 def mixer():
@@ -104,7 +87,7 @@ def mixer():
     model = timm.models.mlp_mixer.MlpMixer(
         num_classes=10, img_size=SIZE, patch_size=8, num_blocks=3, embed_dim=256
     )
-    return WithLoss(model), digit_batch()
+    return WithLoss(model), digit_batch(SIZE, 32)
 
 
 MODELS = {
@@ -123,16 +106,6 @@ def marked(*fast):
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 
 
-def warm(model, inputs, steps=12):
-    """A few exact training steps: gradients at initialisation say little (docs: LQS)."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(*inputs).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-
-
 def linears(model):
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -142,7 +115,7 @@ def linears(model):
 def trained(request):
     torch.manual_seed(0)
     model, inputs = MODELS[request.param]()
-    warm(model, inputs)
+    warm(model, inputs, steps=12)
     model(*inputs).backward()
     exact = {name: p.grad.clone() for name, p in model.named_parameters()}
     _, (graph,) = hot_step(model, *inputs, options={"recipe": "exact"})
@@ -258,7 +231,7 @@ def test_a_compiled_step_matches_exact(make):
     """Lowered by Inductor as a user's run is: same loss, close gradients."""
     torch.manual_seed(0)
     model, inputs = make()
-    warm(model, inputs)
+    warm(model, inputs, steps=12)
     loss = model(*inputs)
     loss.backward()
     exact = {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -20,12 +20,7 @@ from hot_compile.observing.watching import twin
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def net():

@@ -24,12 +24,7 @@ ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
 BUDGET = 0.28
 SICK = "1:addmm"
 LARGE = 2e5
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Mlp(nn.Module):

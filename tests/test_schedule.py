@@ -20,9 +20,7 @@ ALWAYS = {"min_gain": 0, "keep_head": False}
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+def _first_step(fresh_dynamo):
     hot_compile.set_step(0)
     yield
     hot_compile.set_step(0)

@@ -18,16 +18,10 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.record import Reports
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
 ALWAYS = {"min_gain": 0, "lqs": "off"}
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ log = logging.getLogger("hot_compile")
 
 RATES: dict[str, Rates] = {
     # Two cores of an AVX-512 VNNI server; the ratios carry over to more cores. Measured by
-    # benchmarks/layers.py, see docs/benchmarks.md.
+    # benchmarks/layers.py, see docs/measured/benchmarks.md.
     "cpu-vnni": Rates(
         exact={"float32": 200e9, "bfloat16": 900e9, "float16": 900e9},
         integer=1800e9,
@@ -51,8 +51,8 @@ RATES: dict[str, Rates] = {
     ),
     # NVIDIA H200, fitted to the kernels of whole ViT-B steps, where the clock is what it is in
     # training and caches are warm, and to benchmarks/layers.py: fp32 and TF32, and the paper's
-    # layers at batch 1, which the host's calls bound (docs/benchmarks_cuda.md). No rates of
-    # convolutions: cuDNN's are faster than integer products with what these need around them.
+    # layers at batch 1, which the host's calls bound (docs/measured/benchmarks_cuda.md). No rates
+    # of convolutions: cuDNN's are faster than integer products with what these need around them.
     "sm90": Rates(
         exact={"float32": 49e12, "tfloat32": 300e12, "bfloat16": 750e12, "float16": 750e12},
         integer=1600e12,

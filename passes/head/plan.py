@@ -17,6 +17,8 @@ from hot_compile.passes.site import bytes_of, hint
 from hot_compile.runtime.head.products import chunk_columns, chunk_rows
 
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
+LAYERS_BY_OVERRIDE = "its products are a layer's by override: "
+"""How a head's reason begins if ``override`` gave it a strategy that needs all rows at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +95,10 @@ def _choice(
     if not all(isinstance(n, int) for n in found.value.shape[1:]):
         return OFF, "a vocabulary of symbolic size"
     if forced and (unfit := _unfit(found, config, strategy, pricing)):
-        return OFF, f"{UNFIT}{unfit}"
+        return OFF, f"{LAYERS_BY_OVERRIDE}{unfit}"
     own = f"; its gradients' products are {strategy} by override" if forced else ""
     way, reason = _way(found)
     return way, reason + own
-
-
-UNFIT = "its products are a layer's by override: "
 
 
 def _unfit(found: Head, config: HotConfig, strategy: Strategy, pricing: Pricing) -> str | None:

@@ -64,7 +64,7 @@ class Chain:
             place = (*place, user)
         self._add(user, dataclasses.replace(link, place=place))
 
-    def compare(self, node: fx.Node, user: fx.Node) -> None:
+    def compare(self, user: fx.Node) -> None:
         """``user`` is a mask, carried without loss."""
         self._masks.add(user)
         self._order.append(user)

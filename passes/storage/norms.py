@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
+from hot_compile.passes.graph import CASTS, VIEWS, aten, strip, walk
 from hot_compile.passes.site import hint
 
 FUSED = {torch.ops.prims.fma.default} if hasattr(torch.ops.prims, "fma") else set()
@@ -46,17 +46,9 @@ def spreads(product: fx.Node, elements: int) -> bool:
     Or a multiple of it does: what is rounded there scales all that it meets alike, and no sum over
     many errors averages it out (1 / deviation of a norm's rows).
     """
-    stack, seen = [product], {product}
-    while stack:
-        node = stack.pop()
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and hint(value.numel()) > elements:
-            return True
-        multiples = (u for u in node.users if u.target in _MULTIPLES and u not in seen)
-        for user in multiples:
-            seen.add(user)
-            stack.append(user)
-    return False
+    multiples = walk([product], lambda node: (u for u in node.users if u.target in _MULTIPLES))
+    values = (node.meta.get("val") for node in multiples)
+    return any(isinstance(v, torch.Tensor) and hint(v.numel()) > elements for v in values)
 
 
 def through_views(node: fx.Node) -> Iterator[fx.Node]:

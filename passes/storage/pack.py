@@ -7,6 +7,7 @@ one kernel that reads the tensor once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -52,16 +53,9 @@ def pack(
         return (x,)
     layout = layout_of(x.meta["val"], scheme)
     assert isinstance(layout, Layout), layout
-    if scheme is Scheme.BITS:
-        return (_pack_bits(emit, x, layout),)
-    cut = _cut(emit, x, layout)
-    if scheme is Scheme.INT4:
-        return _pack_int4(emit, cut)
-    if scheme is Scheme.GROUPS6:
-        return _pack_6(emit, cut)
-    if scheme is Scheme.GROUPS12:
-        return _pack_12(emit, cut)
-    values = emit.cast(cut, torch.float32)
+    if scheme in _SHARING:
+        return _SHARING[scheme].write(emit, x, layout)
+    values = emit.cast(_cut(emit, x, layout), torch.float32)
     centre: tuple[fx.Node, ...] = ()
     unit = scheme.spec.unit
     if unit is Unit.CHANNEL:
@@ -129,21 +123,13 @@ def _laid_out(
 
 
 def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
-    if scheme is Scheme.BITS:
-        return _unpack_bits(emit, *parts)
-    if scheme is Scheme.INT4:
-        return _unpack_int4(emit, *parts)
-    levels = scheme.spec.levels
-    if scheme is Scheme.GROUPS12:
-        decode = functools.partial(_decode, levels=_STEPS12, root=False)
-        return _from_planes(emit, parts, 2, decode)
-    if scheme is Scheme.GROUPS6:
-        return _from_planes(emit, parts, 4, functools.partial(_decode, levels=levels))
+    if scheme in _SHARING:
+        return _SHARING[scheme].restore(emit, *parts)
     code, scale, *centre = parts
     if scheme is not scheme.plain:
         wide = emit.cast(code, torch.int32)
         code = emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
-    values = _decode(emit, code, scale, levels)
+    values = _decode(emit, code, scale, scheme.spec.levels)
     return emit(aten.add.Tensor, values, centre[0]) if centre else values
 
 
@@ -258,8 +244,8 @@ def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
     return emit(aten.amax.default, largest, [-2], True)
 
 
-def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    pieces = _pieces(emit, x, 2)
+def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
+    pieces = _pieces(emit, _cut(emit, x, layout), 2)
     width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
@@ -273,13 +259,23 @@ def _pack_12(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
     return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
 
 
-def _pack_6(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    pieces = _pieces(emit, x, 4)
+def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:
+    decode = functools.partial(_decode, levels=_STEPS12, root=False)
+    return _from_planes(emit, parts, 2, decode)
+
+
+def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
+    pieces = _pieces(emit, _cut(emit, x, layout), 4)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
     codes = [_encode(emit, piece, reciprocal, levels) for piece in pieces]
     return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
+
+
+def _unpack_6(emit: Emitter, *parts: fx.Node) -> fx.Node:
+    decode = functools.partial(_decode, levels=Scheme.GROUPS6.spec.levels)
+    return _from_planes(emit, parts, 4, decode)
 
 
 def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -376,8 +372,8 @@ def _shifted(emit: Emitter, shift: Any, words: fx.Node, by: fx.Node | int) -> fx
     return emit(shift.Tensor_Scalar if isinstance(by, int) else shift.Tensor, words, by)
 
 
-def _pack_int4(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-    first, second = _pieces(emit, x, 2)
+def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
+    first, second = _pieces(emit, _cut(emit, x, layout), 2)
     low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-2], True)
     high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
     minimum_word = _minimum_word(emit, low)
@@ -444,7 +440,7 @@ def _as_float(emit: Emitter, bits: fx.Node) -> fx.Node:
     return emit(aten.view.dtype, bits, torch.float32)
 
 
-def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> fx.Node:
+def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
     memory = emit.permute(mask, layout.order)
     outer = [emit.size(memory, dim) for dim in range(layout.outer)]
     lanes = emit(aten.view.default, memory, [*outer, MASK_BITS, layout.cut[1] // MASK_BITS])
@@ -454,7 +450,7 @@ def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> fx.Node:
         lane = emit(aten.select.int, bits, -2, bit)
         shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, lane, bit)
         packed = emit(aten.bitwise_or.Tensor, packed, shifted)
-    return packed
+    return (packed,)
 
 
 def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
@@ -466,3 +462,20 @@ def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
 def _reciprocal(emit: Emitter, scale: fx.Node) -> fx.Node:
     """1 / ``scale``; large for a scale of 0, whose group holds nothing but its minimum."""
     return emit(aten.reciprocal.default, emit(aten.clamp_min.default, scale, _TINY))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coder:
+    """How a scheme is written and restored."""
+
+    write: Callable[[Emitter, fx.Node, Layout], tuple[fx.Node, ...]]
+    restore: Callable[..., fx.Node]
+
+
+_SHARING: dict[Scheme, _Coder] = {
+    Scheme.GROUPS12: _Coder(_pack_12, _unpack_12),
+    Scheme.GROUPS6: _Coder(_pack_6, _unpack_6),
+    Scheme.INT4: _Coder(_pack_int4, _unpack_int4),
+    Scheme.BITS: _Coder(_pack_bits, _unpack_bits),
+}
+"""Schemes in which elements share bytes; in all others each has a byte of its own."""

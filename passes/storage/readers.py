@@ -1,9 +1,9 @@
 """What the backward does with a saved tensor, and whether each reader tolerates rounding.
 
-Tolerance is proven, not assumed. A reader is a layer's product, attention, or something pointwise.
-A pointwise chain that the backward recomputes from the tensor is followed operator by operator
-(``_STEPS``) and tried on samples (``probe``); whatever is in no table leaves the tensor exact, with
-the reason. docs/memory.md says the same in words.
+Tolerance is proven, not assumed. ``RULES`` has every kind of reader, with what follows and why; the
+table of docs/tolerance.md is made of it. A pointwise chain that the backward recomputes from the
+tensor is followed operator by operator (``Chain``) and tried on samples (``probe``); whatever the
+table does not know leaves the tensor exact, with the reason.
 """
 
 from __future__ import annotations
@@ -190,44 +190,50 @@ class _Reader:
 
     def _read(self, node: fx.Node, user: fx.Node) -> None:
         """Judge one use; what ``user`` recomputes from ``node`` joins the chain."""
-        if user.op != "call_function":
-            self._refuse("returned by the backward")
-        elif user.target in SHAPE_ONLY:
-            return
-        elif user in self._known.gradients:
-            self._read_with_gradient(node, user)
-        elif user.target in VIEWS | CASTS | MOVES or _is_getitem(user):
-            self._move(node, user)
-        elif is_ours(user):
-            self._product(node, user)
-        elif not is_pointwise(user):
-            self._refuse(f"input of a recomputed region ({user.target})")
-        elif _makes_bool(user):
-            self._compare(node, user)
-        else:
-            self._step(node, user)
+        with_gradient = user in self._known.gradients
+        for rule in RULES:
+            if rule.with_gradient in (None, with_gradient) and rule.applies(self, user):
+                rule.judge(self, node, user)
+                return
+
+    def is_settled(self, user: fx.Node) -> bool:
+        """``user``'s gradient is not a loss's own derivative."""
+        return self._known.settled(user, self._elements)
 
     def _refuse(self, why: str) -> None:
         self.reading.refusal = self.reading.refusal or why
 
-    def _move(self, node: fx.Node, user: fx.Node) -> None:
+    def returned(self, node: fx.Node, user: fx.Node) -> None:
+        """The backward returns it."""
+        self._refuse("returned by the backward")
+
+    def size(self, node: fx.Node, user: fx.Node) -> None:
+        """Only how large it is counts."""
+
+    def move(self, node: fx.Node, user: fx.Node) -> None:
+        """It is placed, viewed or cast."""
         value = user.meta.get("val")
         if user.target in CASTS and isinstance(value, torch.Tensor) and value.dtype not in FLOATS:
             self._refuse(f"cast to {str(value.dtype).removeprefix('torch.')}")
             return
         self._chain.move(node, user)
 
-    def _compare(self, node: fx.Node, user: fx.Node) -> None:
+    def region(self, node: fx.Node, user: fx.Node) -> None:
+        """What is no function of single elements is computed again from it."""
+        self._refuse(f"input of a recomputed region ({user.target})")
+
+    def compare(self, node: fx.Node, user: fx.Node) -> None:
+        """A mask is made of it."""
         if len(user.all_input_nodes) > 1 or user.target in VIEWS | CASTS:
             self._refuse("compared with another tensor: a rounded value may equal no exact one")
             return
         self.reading.masks.append(user)
-        self._chain.compare(node, user)
+        self._chain.compare(user)
 
-    def _step(self, node: fx.Node, user: fx.Node) -> None:
-        """One recomputed pointwise operator."""
+    def step(self, node: fx.Node, user: fx.Node) -> None:
+        """A pointwise operator is computed again from it."""
         if not isinstance(user.meta["val"], torch.Tensor):
-            self._refuse(f"read by {user.target}, not known to tolerate rounding")
+            self.unknown(node, user)
             return
         result = user.meta["val"]
         if (
@@ -273,24 +279,28 @@ class _Reader:
         given = (n for n in made_of(node) if n.op == "placeholder")
         return not any(n.name in self._known.activations or is_tangent(n) for n in given)
 
-    def _read_with_gradient(self, node: fx.Node, user: fx.Node) -> None:
-        if _is_attention(user):
-            self._attention(node, user)
-        elif user.target in BATCHED:
-            self.reading.batched = self.reading.fine = True
-            self._chain.end(node)
-        elif user.target in PRODUCTS or is_ours(user):
-            self._product(node, user)
-        elif not self._known.settled(user, self._elements):
-            self._refuse("read before the first layer's backward: a loss stays exact")
-        elif user.target is aten.native_batch_norm_backward.default:
-            self.reading.channel = True
-        elif user.target in LINEAR_IN_GRADIENT or user.target in VIEWS | CASTS | MOVES:
-            inverse = user.target is aten.div.Tensor and user.args[1] is node
-            self._refuse(self._chain.end(node, inverse=inverse))
-            self._meet_gradient(node, user)
-        else:
-            self._refuse(f"read by {user.target}, not known to tolerate rounding")
+    def loss(self, node: fx.Node, user: fx.Node) -> None:
+        """A loss's own derivative reads it."""
+        self._refuse("read before the first layer's backward: a loss stays exact")
+
+    def batched(self, node: fx.Node, user: fx.Node) -> None:
+        """A product of two activations reads it."""
+        self.reading.batched = self.reading.fine = True
+        self._chain.end(node)
+
+    def batch_norm(self, node: fx.Node, user: fx.Node) -> None:
+        """A batch norm's backward in one operator reads it."""
+        self.reading.channel = True
+
+    def factor(self, node: fx.Node, user: fx.Node) -> None:
+        """It is a factor of a gradient."""
+        inverse = user.target is aten.div.Tensor and user.args[1] is node
+        self._refuse(self._chain.end(node, inverse=inverse))
+        self._meet_gradient(node, user)
+
+    def unknown(self, node: fx.Node, user: fx.Node) -> None:
+        """Nothing is known of the operator."""
+        self._refuse(f"read by {user.target}, not known to tolerate rounding")
 
     def _meet_gradient(self, node: fx.Node, product: fx.Node) -> None:
         """``product`` is a gradient's with ``node``: a norm or a softmax may follow."""
@@ -315,18 +325,19 @@ class _Reader:
         else:
             self._refuse("its mean is taken from it, after it met the gradient")
 
-    def _product(self, node: fx.Node, user: fx.Node) -> None:
+    def product(self, node: fx.Node, user: fx.Node) -> None:
+        """A layer's product reads it."""
         self.reading.convolution |= "conv" in str(user.target)
         self.reading.product |= strip(node, VIEWS | CASTS | MOVES) is self._root
         self._chain.end(node)
 
-    def _attention(self, node: fx.Node, user: fx.Node) -> None:
+    def attention(self, node: fx.Node, user: fx.Node) -> None:
+        """Fused attention's backward reads it."""
         names = {name for name, value in _named_arguments(user) if value is node}
         beyond = names - _ATTENTION_OPERANDS
         if beyond:
             self._refuse(f"attention's {', '.join(sorted(beyond))}")
-        self.reading.batched = self.reading.fine = True
-        self._chain.end(node)
+        self.batched(node, user)
 
     def _note_rows(self, reduction: fx.Node) -> None:
         """A sum with the gradient over the innermost dimension: a norm's backward along rows."""
@@ -396,3 +407,68 @@ def _named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
     names = [a.name for a in schema.arguments] if schema else []
     yield from zip(names, node.args, strict=False)
     yield from node.kwargs.items()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What becomes of a saved tensor that one kind of reader reads."""
+
+    reader: str
+    """Who reads, in the words of docs/tolerance.md."""
+    with_gradient: bool | None
+    """Whether what the reader makes depends on a gradient; None: either."""
+    applies: Callable[[_Reader, fx.Node], bool]
+    """Whether a node is such a reader."""
+    judge: Callable[[_Reader, fx.Node, fx.Node], None]
+    """(reading, what is read of the tensor, its reader): note what the reader needs."""
+    then: str
+    """What follows for the tensor, and why."""
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("the backward's caller", None, lambda _, user: user.op != "call_function",
+         _Reader.returned, "exact"),
+    Rule("what asks for its size: `full_like`, a pool's backward", None,
+         lambda _, user: user.target in SHAPE_ONLY,
+         _Reader.size, "rounded: its values are not read"),
+    Rule("fused attention's backward", True, lambda _, user: _is_attention(user),
+         _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; "
+         "the rest exact"),
+    Rule("a product of two activations: attention by hand", True,
+         lambda _, user: user.target in BATCHED,
+         _Reader.batched, "in 12 bits, likewise"),
+    Rule("a layer's product", True, lambda _, user: user.target in PRODUCTS or is_ours(user),
+         _Reader.product, "rounded: the gradient's relative error is the tensor's"),
+    Rule("what comes before the first layer's or attention's backward", True,
+         lambda reading, user: not reading.is_settled(user),
+         _Reader.loss, "exact: a loss's own derivative, unless a gradient of the tensor's size "
+         "comes in from outside"),
+    Rule("a batch norm's backward", True,
+         lambda _, user: user.target is aten.native_batch_norm_backward.default,
+         _Reader.batch_norm, "rounded around its channels' means"),
+    Rule("a gradient that it is a factor of, or chooses parts of", True,
+         lambda _, user: user.target in LINEAR_IN_GRADIENT | VIEWS | CASTS | MOVES,
+         _Reader.factor, "rounded: errors are relative to the gradient. Exact: statistics that are "
+         "broadcast, what meets its own mean only after the gradient, norms of fewer than 16 "
+         "elements"),
+    Rule("any other operator with a gradient", True, lambda *_: True,
+         _Reader.unknown, "exact: not known to tolerate rounding"),
+    Rule("a view, a cast, a move such as `cat` and `gather`", False,
+         lambda _, user: user.target in VIEWS | CASTS | MOVES or _is_getitem(user),
+         _Reader.move, "as the result's readers say; exact if cast to whole numbers"),
+    Rule("a product of ours", False, lambda _, user: is_ours(user),
+         _Reader.product, "rounded, as for a layer's product"),
+    Rule("a sum, a product or the like", False,
+         lambda _, user: not is_pointwise(user),
+         _Reader.region, "exact: a recomputed region starts here"),
+    Rule("a comparison", False, lambda _, user: _makes_bool(user),
+         _Reader.compare, "with a constant: the mask is kept without loss; with another tensor: "
+         "exact, since what is rounded equals nothing"),
+    Rule("another pointwise operator", False, lambda *_: True,
+         _Reader.step, "as the result's readers say, once tried on samples. Exact: what is "
+         "broadcast, rounded to whole steps, or added to another tensor, which may cancel all but "
+         "the error"),
+)
+# fmt: on
+"""The first that applies counts."""

@@ -14,7 +14,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, returned, strip
+from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, returned, strip, walk
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
@@ -152,15 +152,9 @@ def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
 
 def _after_last_use(node: fx.Node) -> fx.Node:
     """The place behind the last reader of ``node``'s memory, its views' readers included."""
-    base = strip(node, VIEWS)
-    last, stack = node, [base]
-    while stack:
-        for user in stack.pop().users:
-            if user.op != "output":
-                last = max(last, user)
-            if user.target in VIEWS:
-                stack.append(user)
-    return last.next
+    same = walk([strip(node, VIEWS)], lambda n: (u for u in n.users if u.target in VIEWS))
+    readers = (user for view in same for user in view.users if user.op != "output")
+    return max([node, *readers]).next
 
 
 def _known_mean(image: fx.Node, place: fx.Node) -> fx.Node | None:

@@ -18,7 +18,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,23 +38,26 @@ _ARGUMENT = re.compile(r"\??\[[^\]]*\]|[^,\s]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class _Numbered:
+    """What a list of calls names by a sign and a number."""
+
+    sign: ClassVar[str]
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.sign}{self.number}"
+
+
+class Value(_Numbered):
     """One of the tensors."""
 
-    number: int
-
-    def __str__(self) -> str:
-        return f"%{self.number}"
+    sign = "%"
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
+class Size(_Numbered):
     """One of the sizes."""
 
-    number: int
-
-    def __str__(self) -> str:
-        return f"${self.number}"
+    sign = "$"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,7 @@ def argument_text(value: Any) -> str:
         return str(value).removeprefix("torch.")
     if isinstance(value, float) and math.isfinite(value):
         return str(value)
-    if value is None or isinstance(value, (bool, int, Value, Size, Optional)):
+    if value is None or isinstance(value, (bool, int, _Numbered, Optional)):
         return str(value)
     raise TypeError(f"got {value!r}; expected a tensor, a number, a dtype, None or a list")
 
@@ -136,8 +139,9 @@ def _argument(word: str) -> Any:
         return [_argument(item) for item in _ARGUMENT.findall(word[1:-1])]
     if word.startswith("?"):
         return Optional(_argument(word[1:]))
-    if word[0] in "%$" and word[1:].isdigit():
-        return (Value if word[0] == "%" else Size)(int(word[1:]))
+    for kind in (Value, Size):
+        if word[0] == kind.sign and word[1:].isdigit():
+            return kind(int(word[1:]))
     if word in DTYPES:
         return DTYPES[word]
     try:

@@ -20,7 +20,7 @@ KNOWN = {
     695: "rows of a thousandth of their gradient's norm: 1 % over a bound as small",
     992: "a scale between two batch norms: its gradient is zero but for noise",
 }
-"""Seeds that are over their bound, and by what (docs/memory.md)."""
+"""Seeds that are over their bound, and by what (docs/measured/fuzz.md)."""
 
 
 QUICK = 20

@@ -28,7 +28,6 @@ def attention(factor: int) -> tuple[Stage, ...]:
 
 TOKENS, IMAGE, MATRIX = (8, 32, 64), (4, 16, 8, 8), (256, 64)
 NEAR = {"loss": "F.mse_loss(torch.tanh(y), torch.tanh(target))", "near": 0.01}
-SIGN = "F.huber_loss(y, target, delta=1e-3)"
 
 DEFECTS = {
     "equality mask": (TOKENS, (linear(), Stage("x.amax(1)"), linear(16)), 8, {}),

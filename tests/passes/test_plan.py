@@ -205,7 +205,7 @@ def test_half_length_product_is_cheaper():
 
 
 def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
-    """Seven calls cost more there than both exact products (docs/benchmarks_cuda.md)."""
+    """Seven calls cost more there than both exact products (docs/measured/benchmarks_cuda.md)."""
     layers = [(3136, 64, 576), (49, 512, 4608), (197, 3072, 768), (197, 768, 768), (49, 3072, 768)]
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         for layer in layers:

@@ -11,7 +11,7 @@ constexpr int64_t kLongestSlice = 130944;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A kernel's time is waves * (tile's k steps / rate + epilogue): both fitted to measurements on the
-// H200 (docs/benchmarks_cuda.md), multiply-adds a microsecond and SM, and microseconds.
+// H200 (docs/measured/benchmarks_cuda.md), multiply-adds a microsecond and SM, and microseconds.
 struct Candidate {
   GemmKernel kernel;
   OutType type;  // of a fused kernel

@@ -18,7 +18,7 @@ enum Columns { kNone = -2, kAnyRank = -1, kPlain = 0, kLowPass8 = 8, kFull = 16 
 // A block walks down its strip and loads a tile while it works on another: two tiles' shared memory
 // lets 3 blocks share a multiprocessor. The fused second pass is bound by its instructions: there a
 // fourth block, one tile per block and the hardware's balancing are worth more (measured:
-// docs/benchmarks_cuda.md).
+// docs/measured/benchmarks_cuda.md).
 template <bool kRows, int kColumnsMode, bool kSecondPass>
 struct Buffers {
   static constexpr int kCount = kSecondPass && kRows && kColumnsMode != kNone ? 1 : 2;

@@ -1,0 +1,35 @@
+"""What tests of real models share: real images, a model with its loss, a few steps of training."""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+
+def digit_batch(size, count):
+    """Scikit-learn's real digits as RGB images of ``size`` pixels."""
+    data = load_digits()
+    images = torch.tensor(data.images[:count], dtype=torch.float32)[:, None] / 8 - 1
+    images = F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1)
+    return images.contiguous(), torch.tensor(data.target[:count])
+
+
+class WithLoss(nn.Module):
+    """A classifier that returns its loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.model(x), y)
+
+
+def warm(model, inputs, steps):
+    """A few exact training steps: gradients at initialisation say little (docs: LQS)."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(*inputs).backward()
+        optimizer.step()
+    optimizer.zero_grad()
