@@ -12,7 +12,7 @@ PACKAGES = {
     "passes": "hot_compile.passes",
     "runtime": "hot_compile.runtime",
 }
-LEAVES = {"hot_compile.errors", "hot_compile.config"}
+LEAVES = {"hot_compile.errors", "hot_compile.config", "hot_compile.sizes"}
 FILE_CAP, FUNCTION_CAP = 500, 100
 
 
