@@ -210,24 +210,36 @@ def _child(name: str, configs: str, device: str, dtype: str, rounds: int) -> Non
 class Child:
     """A row's process."""
 
-    def __init__(self, name: str, arguments: list[str]):
+    def __init__(self, name: str, arguments: list[str], program: str = __file__):
         self.name = name
-        command = [sys.executable, __file__, "--child", name, *arguments]
+        command = [sys.executable, program, "--child", name, *arguments]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def compiled(self) -> bool:
         """Waits; False if it failed (what it said of that is on stderr)."""
-        return self._answer() == "ready"
+        return self.ready() == "ready"
+
+    def ready(self) -> str:
+        """Waits for the first thing that it says; nothing if it died."""
+        return self._answer()
 
     def rows(self) -> list[Row]:
         """Measured now."""
+        return [Row(**row) for row in self.figures()]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """The same as the process says them; none if it failed."""
         assert self._process.stdin
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         answer = self._answer()
         self._process.wait()
-        return [Row(**row) for row in json.loads(answer or "[]")]
+        return json.loads(answer or "[]")
+
+    def kill(self) -> None:
+        """It took too long."""
+        self._process.kill()
 
     def _answer(self) -> str:
         assert self._process.stdout
