@@ -209,31 +209,35 @@ def _child(name: str, configs: str, device: str, dtype: str, rounds: int) -> Non
 
 
 class Child:
-    """A row's process."""
+    """A row's process: says what it knows when it has compiled, and when it has measured."""
 
-    def __init__(self, name: str, arguments: list[str]):
+    def __init__(self, name: str, arguments: list[str], program: str = __file__):
         self.name = name
-        command = [sys.executable, __file__, "--child", name, *arguments]
+        command = [sys.executable, program, "--child", name, *arguments]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
-    def compiled(self) -> list[Row]:
-        """Waits; peaks and compile times, empty if it failed (what it said is on stderr)."""
+    def compiled(self) -> list[dict[str, Any]]:
+        """Waits; peaks and compile times, empty if it died (what it said is on stderr)."""
         return self._answer()
 
-    def rows(self) -> list[Row]:
-        """Measured now."""
+    def measured(self) -> list[dict[str, Any]]:
+        """Measured now; empty if it died."""
         assert self._process.stdin
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
         found = self._answer()
         self._process.wait()
         return found
 
-    def _answer(self) -> list[Row]:
+    def kill(self) -> None:
+        """It took too long."""
+        self._process.kill()
+
+    def _answer(self) -> list[dict[str, Any]]:
         assert self._process.stdout
-        answer = self._process.stdout.readline().strip()
-        return [Row(**row) for row in json.loads(answer or "[]")]
+        return json.loads(self._process.stdout.readline().strip() or "[]")
 
 
 def as_table(rows: list[Row], title: str) -> Table:
@@ -293,15 +297,20 @@ def plot(rows: list[Row], file: Path) -> None:
 
 def _measure_all(names: list[str], arguments: list[str], jobs: int) -> Iterator[list[Row]]:
     """What is known so far, each time that it is more."""
-    known: dict[str, list[Row]] = {}
+    known: dict[str, list[dict[str, Any]]] = {}
     for first in range(0, len(names), jobs):
         children = [Child(name, arguments) for name in names[first : first + jobs]]
         for child in children:
             known[child.name] = child.compiled()
-            yield [row for rows in known.values() for row in rows]
+            yield _rows_of(known)
         for child in children:
-            known[child.name] = known[child.name] and (child.rows() or known[child.name])
-            yield [row for rows in known.values() for row in rows]
+            if known[child.name]:
+                known[child.name] = child.measured() or known[child.name]
+                yield _rows_of(known)
+
+
+def _rows_of(known: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    return [Row(**row) for rows in known.values() for row in rows]
 
 
 def main(

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from .inspect import check_arguments, head_table, megabytes, predicted_time
+from .inspect import budgets, check_arguments, head_table, megabytes, predicted_time
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .page import save_page
 from .passes.head.plan import HeadDecision
@@ -74,6 +74,7 @@ class MemoryReport:
             "predicted_held_bytes": self.predicted_held_bytes,
             "uncompressed_bytes": self.uncompressed_bytes,
             "predicted_seconds": [graph.predicted_seconds for graph in self.graphs],
+            "budgets": [dataclasses.asdict(g.budget) for g in self.graphs if g.budget],
             "left_out_bytes": sum(head.bytes_left_out for head in self.heads),
             "measured": {name: dataclasses.asdict(m) for name, m in self.measured.items()},
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
@@ -143,6 +144,8 @@ class MemoryReport:
                 console.print(table)
             console.print(f"predicted for hot: {megabytes(self.predicted_held_bytes)} held")
             console.print(predicted_time(self.graphs))
+            for text in budgets(self.graphs):
+                console.print(text)
         return capture.get()
 
 

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
+from .budget import Budget, Budgeted, Ledger, ledger_of
 from .config import OBJECTS, HotConfig, Memory, option_names, split_options
 from .errors import OptionError, PassDisabledError
 from .frameworks import trace_past_warnings
@@ -30,6 +31,7 @@ from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
 from .passes.pipeline import Context, Recorder, sources_hash
+from .passes.site import bytes_of
 from .record import Dump, Heard, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
@@ -58,6 +60,7 @@ def hot(
     listener: Listener | None = None,
     inner_compile: Callable[..., Any] = compile_fx_inner,
     prices: Pricing | None = None,
+    ledger: Callable[[torch.device, int], Ledger] = ledger_of,
     **_: Any,
 ) -> Any:
     """Compile one of Dynamo's graphs: HOT for the backward of its layers, Inductor for the rest.
@@ -77,9 +80,10 @@ def hot(
         inner_compile: lowers the finished forward and backward graphs; Inductor, unless replaced.
         prices: rates of each device, for planning; by default this machine's, where operators run,
             as option ``prices`` says.
+        ledger: of a device and a budget of its memory; by default this process's.
 
     Raises:
-        OptionError: an option is unknown or has a bad value.
+        OptionError: an option is unknown or has a bad value, or a budget of memory cannot be met.
         PassDisabledError: the mode or options would switch joint graph passes off.
         ProfileFormatError, ProfileMismatchError: option ``profile`` names a file that is no
             profile, or one of another model.
@@ -98,7 +102,7 @@ def hot(
     graph = _Graph(
         own, example_inputs, inputs, inner_compile, patches, recorder, config,
         prices or functools.partial(pricing, prices=config.prices), listener,
-        monitor.raised if monitor else {},
+        monitor.raised if monitor else {}, ledger,
     )  # fmt: skip
     return tied(_compiled(graph, config, monitor, observer), logits, gm)
 
@@ -143,6 +147,7 @@ class _Graph:
     listener: Listener | None = None
     raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a monitor has tensors stored in more bits, by their names."""
+    ledger: Callable[[torch.device, int], Ledger] = ledger_of
 
     def compile(
         self,
@@ -161,7 +166,8 @@ class _Graph:
             recorder = Heard(recorder, self.listener)
         if config.memory is not Memory.OFF and self.on_gpu and not observation:
             patches.setdefault(_REALIZED, _RESTORED_OPERATIONS)
-        if dump or self.recorder or observation:
+        budget = None if observation else self.budget
+        if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         context = Context(
             config=config,
@@ -173,6 +179,7 @@ class _Graph:
             observation=observation,
             asked=self.asked,
             raised=self.raised,
+            allowance=budget.allowance() if budget else None,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -188,6 +195,26 @@ class _Graph:
         """Of its inputs, each once, in the order of their names."""
         tensors = (x for x in self.example_inputs if isinstance(x, torch.Tensor))
         return [torch.device(name) for name in sorted({str(x.device) for x in tensors})]
+
+    @functools.cached_property
+    def budget(self) -> Budget | None:
+        """What it may add to its device's memory, if the user asked for a budget of that."""
+        asked = self.asked.peak
+        given = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
+        if asked is None or not given:
+            return None
+        trained = [x for x in self._parameters if x.requires_grad]
+        key = repr([(x.dtype, x.device, list(map(str, x.shape)), x.requires_grad) for x in given])
+        counted = next((d for d in self.devices if d.type == "cuda"), self.devices[0])
+        ledger = self.ledger(counted, asked)
+        share = ledger.share(code_being_compiled(), (self.inputs, key))
+        return Budget(ledger, share, sum(map(bytes_of, given)), 2 * sum(map(bytes_of, trained)))
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """Those of its inputs that are parameters or buffers."""
+        named = zip(self.example_inputs, self.inputs.parameters, strict=False)
+        return [x for x, name in named if name and isinstance(x, torch.Tensor)]
 
     @property
     def on_gpu(self) -> bool:
@@ -218,8 +245,12 @@ class _Graph:
         The recorder is told of the width in force now, which is the one that runs: a graph counts
         once. Dumps are made of every width.
         """
-        if not config.schedule:
-            return self.compile(config, profile)
+        run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
+        replayed = self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+        return Budgeted(run, self.budget) if self.budget and not replayed else run
+
+    def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
+        """Once for every width of a schedule."""
         compiled = {}
         unheard = Dump() if self.recorder else None
         for bits in sorted({phase.gx_bits for phase in config.schedule}):

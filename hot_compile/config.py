@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import OptionError
+from .sizes import memory_bytes
 
 
 class Strategy(str, Enum):
@@ -132,9 +133,10 @@ class HotConfig:
     """(glob, bits) pairs: fewest bits, 6, 8, 12 or ``UNCOMPRESSED``, of what a module makes
     (``blocks.3.mlp.fc1``), or of one tensor by its name in a profile (``blocks.3.mlp.fc1:addmm``);
     the last match counts. It asks for more than ``memory_bits``, never for less."""
-    memory_budget: float | int | None = None
+    memory_budget: float | int | str | None = None
     """Held bytes per compiled graph (int), or a fraction (float) of what the graph would hold
-    uncompressed: tensors are compressed in order of error per byte until it is met. None: all."""
+    uncompressed: tensors are compressed in order of error per byte until it is met. None: all. A
+    size ("16GiB"): the device's highest in a step, weights and all (docs/adr/0023)."""
     memory_min_bytes: int = 2**16
     """Smaller tensors are not worth a kernel and stay exact."""
     keep_head: bool = True
@@ -207,6 +209,12 @@ class HotConfig:
             wanted = "None beside memory='free', which has a budget of its own, of time"
             raise OptionError.value("memory_budget", config.memory_budget, wanted)
         return config
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes that the device's memory may rise to in a step, if ``memory_budget`` says so."""
+        asked = self.memory_budget
+        return memory_bytes(asked) if isinstance(asked, str) else None
 
     def overridden(self, name: str) -> Strategy | None:
         """What ``override`` gives a layer of this name: the last glob that matches counts."""
@@ -410,14 +418,15 @@ def _budget(name: str, value: object) -> float | None:
     raise OptionError.value(name, value, "a relative error > 0 such as 0.2, or None")
 
 
-def _memory_budget(name: str, value: object) -> float | int | None:
+def _memory_budget(name: str, value: object) -> float | int | str | None:
     fraction = isinstance(value, float) and 0 <= value <= 1
     size = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if value is None or fraction or size:
         return value  # type: ignore[return-value]
-    raise OptionError.value(
-        name, value, "bytes (an int >= 0), a fraction (a float from 0.0 to 1.0), or None"
-    )
+    expected = "bytes (an int >= 0), a fraction (a float from 0.0 to 1.0), None, or, of a peak, "
+    if isinstance(value, str) and memory_bytes(value, name, expected):
+        return value
+    raise OptionError.value(name, value, f"{expected}a size such as '16GiB'")
 
 
 def _bytes(name: str, value: object) -> int:

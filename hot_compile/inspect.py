@@ -127,6 +127,8 @@ class Explanation:
                 f"({megabytes(before)} uncompressed)"
             )
             console.print(predicted_time(self.graphs))
+            for text in budgets(self.graphs):
+                console.print(text)
         return capture.get()
 
 
@@ -185,6 +187,24 @@ def predicted_time(graphs: Sequence[GraphReport]) -> str:
     step = f"{milliseconds(cost - won)} {'more' if cost > won else 'less'} than exact"
     layers = f"layers {'win' if won >= 0 else 'cost'} {milliseconds(won)}"
     return f"predicted: {storing}, {layers}; a step takes {step}"
+
+
+def budgets(graphs: Sequence[GraphReport]) -> list[str]:
+    """How each graph's step stays within a budget of the device's memory, where there is one."""
+    texts = []
+    for met in (graph.budget for graph in graphs if graph.budget):
+        parts = {
+            "stand before it": met.standing,
+            "may come with an optimizer": met.to_come,
+            "are added": met.rise,
+        }
+        known = [f"{megabytes(size)} {what}" for what, size in parts.items() if size]
+        done = f"{met.recomputed} tensors recomputed, {met.stored} stored compressed"
+        texts.append(
+            f"budget of the peak: {megabytes(met.asked)} asked, {megabytes(met.peak)} predicted "
+            f"({', '.join(known)}), {megabytes(met.peak - met.rise + met.most)} without; {done}"
+        )
+    return texts
 
 
 def milliseconds(seconds: float) -> str:

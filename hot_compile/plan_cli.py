@@ -23,9 +23,12 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="e.g. 24GiB: which batch is the largest that fits?")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="e.g. 16GiB: keep the step's peak below, as memory_budget")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
 ) -> None:
     """Predict what would be done to a model, and what a step would hold. Nothing runs."""
     from .plan_output import show  # Inductor: seconds that no other command should wait for
 
-    show(model, batch, device, dtype, recipe, optimizer, memory, html)
+    show(model, batch, device, dtype, recipe, optimizer, memory, budget, html)

@@ -20,9 +20,9 @@ from .planning import (
     Prediction,
     largest_batch,
     maker,
-    memory_bytes,
     predict,
 )
+from .sizes import memory_bytes
 from .stock import STOCK
 from .tables import PlainTable
 
@@ -41,6 +41,7 @@ def show(
     recipe: str,
     optimizer: str,
     memory: str | None,
+    budget: str | None,
     html: Path | None,
 ) -> None:
     """Print the prediction, and write its page to ``html``.
@@ -50,6 +51,8 @@ def show(
     """
     try:
         make, options = maker(model), {"recipe": recipe}
+        if budget is not None:
+            options["memory_budget"] = budget
         limit = memory_bytes(memory) if memory else None
         step = _Step(make, device, dtype, optimizer)
         ours, stock = (functools.cache(step.with_options(o)) for o in (options, STOCK))

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from .budget import Ledger
 from .config import HotConfig, split_options
 from .errors import OptionError
 from .inspect import reporting
@@ -30,7 +31,6 @@ DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.floa
 """By name: what autocast makes of products; None: fp32, or TF32 on CUDA."""
 OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps of each parameter, as large as the parameter."""
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 _TRIES = 8
 
 
@@ -110,7 +110,7 @@ def predict(
         options: as for ``torch.compile(model, backend="hot")``; ``STOCK`` for Inductor as it is.
 
     Raises:
-        OptionError: an unknown device, dtype, optimizer or option.
+        OptionError: an unknown device, dtype, optimizer or option, or a budget that cannot be met.
     """
     for name, got, valid in (("dtype", dtype, DTYPES), ("optimizer", optimizer, OPTIMIZERS)):
         if got not in valid:
@@ -119,7 +119,10 @@ def predict(
     rates = rates_of(device, tf32=dtype == "tf32")
     reports = Reports()
 
-    backend = reporting(reports, options, prices=lambda _: rates)
+    def alone(_: torch.device, asked: int) -> Ledger:
+        return Ledger(asked, None)
+
+    backend = reporting(reports, options, prices=lambda _: rates, ledger=alone)
     with torch.random.fork_rng():
         model, inputs = make(batch)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _compiling():
@@ -140,6 +143,10 @@ def _compiling() -> Iterator[None]:
     try:
         with torch.enable_grad():
             yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, OptionError):
+            raise error.inner_exception from None
+        raise
     finally:
         torch._dynamo.reset()
 
@@ -191,15 +198,3 @@ def _guess(known: Mapping[int, int], memory: int) -> int:
     slope = max(1, (known[high] - known[low]) / (high - low))
     guess = low + int((memory - known[low]) // slope)
     return max(1, fits, min(guess, too_big - 1 if too_big else guess))
-
-
-def memory_bytes(text: str) -> int:
-    """``24GiB`` as bytes.
-
-    Raises:
-        OptionError: no number with a unit.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2] not in _UNITS:
-        raise OptionError.value("memory", text, f"a number with {', '.join(_UNITS)}, e.g. 24GiB")
-    return int(float(match[1]) * _UNITS[match[2]])

@@ -19,6 +19,7 @@ from .passes.graph import readable
 from .passes.layers.plan import Plan
 from .passes.pipeline import Recorder
 from .passes.storage.record import Crossing
+from .passes.storage.within import Met
 
 NO_PLAN = Plan("exact", ())
 
@@ -33,6 +34,8 @@ class GraphReport:
         default_factory=dict, compare=False, repr=False
     )
     """The graph as each stage left it, for ``hot_compile.graphs``; empty where nobody asked."""
+    budget: Met | None = None
+    """How its step stays within a budget of the device's memory, if there is one."""
 
     @property
     def held_bytes(self) -> int:
@@ -57,6 +60,7 @@ class GraphReport:
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
             "held_bytes": self.held_bytes,
             "predicted_seconds": self.predicted_seconds,
+            "budget": dataclasses.asdict(self.budget) if self.budget else None,
         }
 
 
@@ -90,6 +94,11 @@ class Dump:
             text = json.dumps(data[name], indent=1, default=str)
             self._write(f"{name}.json", text + "\n")
 
+    def budgeted(self, met: Met) -> None:
+        """Write budget.json."""
+        if self._folder is not None:
+            self._write("budget.json", json.dumps(dataclasses.asdict(met), indent=1) + "\n")
+
     def _write(self, name: str, text: str) -> None:
         assert self._folder is not None
         with _writing(self._folder):
@@ -102,6 +111,7 @@ class Reports:
     def __init__(self) -> None:
         self.graphs: list[GraphReport] = []
         self._stages: dict[str, Snapshot] = {}
+        self._met: Met | None = None
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Keep the facts of a stage's graph."""
@@ -110,7 +120,12 @@ class Reports:
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Keep the report."""
         stages, self._stages = self._stages, {}
-        self.graphs.append(GraphReport(plan or NO_PLAN, crossing, stages))
+        met, self._met = self._met, None
+        self.graphs.append(GraphReport(plan or NO_PLAN, crossing, stages, met))
+
+    def budgeted(self, met: Met) -> None:
+        """Keep it for the report."""
+        self._met = met
 
 
 class Heard:
@@ -119,6 +134,7 @@ class Heard:
     def __init__(self, recorder: Recorder, listener: Listener) -> None:
         self._recorder = recorder
         self._listener = listener
+        self._met: Met | None = None
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Leave it to the recorder."""
@@ -127,7 +143,13 @@ class Heard:
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Leave it to the recorder, and tell the listener."""
         self._recorder.finished(plan, crossing)
-        self._listener(GraphReport(plan or NO_PLAN, crossing))
+        self._listener(GraphReport(plan or NO_PLAN, crossing, budget=self._met))
+        self._met = None
+
+    def budgeted(self, met: Met) -> None:
+        """Leave it to the recorder, and keep it for the listener."""
+        self._recorder.budgeted(met)
+        self._met = met
 
 
 @contextlib.contextmanager

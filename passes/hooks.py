@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -33,9 +34,11 @@ from hot_compile.passes.pipeline import (
     Partitioned,
 )
 from hot_compile.passes.steps import Step, run, traced
-from hot_compile.passes.storage.crossers import NOTHING_CANCELLED
+from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
 from hot_compile.passes.storage.record import Crossing, crossing
-from hot_compile.passes.unmet import idle_bits, tell, unmet_budget
+from hot_compile.passes.storage.rise import Rise
+from hot_compile.passes.storage.within import Allowance, Cut, Way, fit, kept_nodes, saved_sizes
+from hot_compile.passes.unmet import check_peak, idle_bits, tell, unmet_budget, unmet_peak
 
 log = logging.getLogger("hot_compile")
 
@@ -124,8 +127,13 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         self._observe(gm, joint_inputs, kwargs)
 
         def again() -> Partitioned:
-            observed = self._context.observation is not None
-            return self._partitioned(gm, joint_inputs, kwargs, self._joint.plan, observed)
+            observed, allowance = self._context.observation is not None, self._context.allowance
+            cut = functools.partial(
+                self._partitioned, gm, joint_inputs, kwargs, self._joint.plan, observed
+            )
+            if observed or allowance is None or self._joint.plan is None:
+                return cut()
+            return self._fitted(allowance, cut)
 
         cut, kept = self._stored(again)
         self._record(cut)
@@ -142,8 +150,28 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         if self._joint.plan is not None:
             traced("hot_plan", self._joint.plan.to_json)
         traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
+        if (met := cut.met) is not None:
+            self._context.recorder.budgeted(met)
         self._context.recorder.finished(self._joint.plan, kept)
         return cut.forward, cut.backward
+
+    def _fitted(self, allowance: Allowance, cut: Callable[..., Partitioned]) -> Partitioned:
+        """Cut so that the step adds no more than it may, as far as cutting can do that."""
+        halves: dict[Way, Partitioned] = {}
+
+        def tried(way: Way) -> Cut:
+            halves[way] = found = cut(way)
+            sizes = *found.graphs, found.num_fwd_outputs
+            rise = Rise(*sizes, None)
+            counted = rise.held() if allowance.between else rise()
+            return Cut(way, counted, saved_sizes(saved_pairs(*sizes)))
+
+        try:
+            found = fit(allowance.rise, tried, self._context.config.recompute)
+        except Exception:
+            log.warning("hot: a step's peak could not be predicted: no budget", exc_info=True)
+            return cut()
+        return dataclasses.replace(halves[found.way], fit=found)
 
     def _stored(self, again: Callable[[], Partitioned]) -> tuple[Partitioned, tuple[Crossing, ...]]:
         """(both halves, the record of what crosses), all of it exact if storing it fails."""
@@ -151,10 +179,16 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         try:
             run("partitioned", PARTITIONED, cut, cut.named)
             kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts, cut.fewest)
-            if cut.stores:
+            if (met := cut.met) is not None:
+                assert self._context.allowance is not None
+                check_peak(met, self._context.allowance)
+                tell(unmet_peak(met, self._context.config))
+                self._context.allowance.tell(met)
+            elif cut.stores:
                 tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.fewest))
+            if cut.stores:
                 tell(idle_bits(cut.names.values(), self._context.asked or self._context.config))
-        except OptionWarning:  # the user's filter makes errors of warnings
+        except (HotError, OptionWarning):  # the user's mistake, or filter that makes errors of them
             raise
         except Exception:
             log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
@@ -184,9 +218,11 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         kwargs: dict[str, Any],
         plan: Plan | None,
         observed: bool,
+        way: Way | None = None,
     ) -> Partitioned:
         partition: Callable = self._inner or min_cut_rematerialization_partition
-        with self._recomputation(plan, observed):
+        keep = () if way is None else way.keep
+        with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs, kept = kwargs["num_fwd_outputs"], self._joint.cancelled
         return Partitioned(self._context, plan, forward, backward, outputs, kept)
@@ -213,13 +249,15 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             log.warning("hot: what crosses could not be measured", exc_info=True)
 
     def _recomputation(
-        self, plan: Plan | None, observed: bool
+        self, plan: Plan | None, observed: bool, way: Way | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
 
         Inductor bans that by default, because an exact product reads such an x from memory anyway;
         but what is stored compressed is restored by a pointwise kernel in any case. An observed
         graph, which stores nothing compressed, recomputes what it takes to hold no more than that.
+
+        ``way``: what a budget of the step's peak allows, where there is one.
         """
         config = self._context.config
         if observed:
@@ -228,7 +266,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             )
         stores = config.memory not in (Memory.OFF, Memory.FREE)  # recomputing is not for free
         changed = plan is not None and (plan.rewritten or stores)
-        if not changed or not config.recompute:
+        recompute = changed and config.recompute if way is None else way.recompute
+        if not recompute:
             return contextlib.nullcontext()
         return functorch_config.patch(ban_recompute_materialized_backward=False)
 

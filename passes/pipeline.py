@@ -20,7 +20,12 @@ from torch import fx
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.centring import centred, mark
 from hot_compile.passes.cost.linear import Pricing, Rates
-from hot_compile.passes.cost.storing import StoragePrice, rows_seconds, storing_seconds
+from hot_compile.passes.cost.storing import (
+    StoragePrice,
+    restored_by_readers,
+    rows_seconds,
+    storing_seconds,
+)
 from hot_compile.passes.differences import differenced, refuse
 from hot_compile.passes.exact.casts import cast_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
@@ -40,7 +45,7 @@ from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
-from hot_compile.passes.storage.choose import plan_storage, usual_bits
+from hot_compile.passes.storage.choose import Within, plan_storage, plan_within, usual_bits
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import (
     NOTHING_CANCELLED,
@@ -52,8 +57,10 @@ from hot_compile.passes.storage.crossers import (
 )
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.record import Crossing
+from hot_compile.passes.storage.rise import Fused, Rise
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
+from hot_compile.passes.storage.within import Allowance, Fit, Met
 from hot_compile.passes.unmet import (
     idle_forward,
     idle_globs,
@@ -74,6 +81,9 @@ class Recorder(Protocol):
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Keep the outcome of a whole training graph."""
 
+    def budgeted(self, met: Met) -> None:
+        """Keep how the graph told of next stays within a budget of the step's peak."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -93,6 +103,8 @@ class Context:
     """The user's own options, if ``config`` has more: warnings are about these."""
     raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a monitor has some tensors stored in more bits, by their names in a profile."""
+    allowance: Allowance | None = None
+    """What the graph may add to the device's memory, if there is a budget of a step's peak."""
 
     def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
         """Of each node's device, the user's own laid over them; None: nothing can run there."""
@@ -111,6 +123,16 @@ class Context:
             return None if rates is None else storing_seconds(crosser, scheme, rates)
 
         return price
+
+    def restores(self, found: Sequence[Crosser]) -> Fused:
+        """What says which of ``found`` the backward's kernels restore on their way."""
+        known = self.rates_of(crosser.saved for crosser in found)
+
+        def fused(crosser: Crosser, scheme: Scheme) -> bool:
+            rates = known[crosser.saved]
+            return rates is not None and restored_by_readers(crosser, scheme, rates)
+
+        return fused
 
 
 @cache
@@ -234,6 +256,10 @@ class Partitioned:
     """Bits that were asked for some of ``found``."""
     verdicts: dict[Crosser, str] = dataclasses.field(default_factory=dict)
     """What was measured of some of ``found``, and who asked for their bits, in words."""
+    fit: Fit | None = None
+    """Where there is a budget of the step's peak: how the graph was cut to stay within it."""
+    met: Met | None = None
+    """How that is met, as predicted."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -250,6 +276,11 @@ class Partitioned:
         """Something may be stored compressed: the graph has layers, and the user wants it."""
         return self.plan is not None and self.context.config.memory is not Memory.OFF
 
+    @property
+    def fits(self) -> bool:
+        """It is within a budget of the step's peak as it is."""
+        return self.fit is not None and not self.fit.stores
+
     def judge(self) -> Judge:
         """What says of the graphs, as they are now, which tensors tolerate rounding."""
         config = self.context.config
@@ -263,7 +294,7 @@ def _layouts(cut: Partitioned) -> int:
 
 
 def _advance(cut: Partitioned) -> int:
-    if not cut.stores or not _stored_for_sure(cut):
+    if not cut.stores or cut.fits or not _stored_for_sure(cut):
         return 0
     return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge())
 
@@ -292,16 +323,50 @@ def _crossers(cut: Partitioned) -> int:
 
 
 def _plan_storage(cut: Partitioned) -> int:
-    if cut.plan is not None and cut.stores:
+    if cut.plan is not None and (cut.stores or cut.fit is not None):
         config, price = cut.context.config, cut.context.storage_prices(cut.found)
         cut.names = _names(cut)
         measured = _measured(cut)
         cut.fewest = _fewest(cut, measured)
         won = cut.plan.seconds_won
-        cut.chosen = plan_storage(cut.found, config, price, won, measured, cut.fewest)
+        if cut.fit is None:
+            cut.chosen = plan_storage(cut.found, config, price, won, measured, cut.fewest)
+        else:
+            cut.chosen = _within(cut, cut.fit, price, measured)
         cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
+
+
+def _within(
+    cut: Partitioned,
+    fit: Fit,
+    price: StoragePrice,
+    measured: Mapping[Crosser, Mapping[str, StorageMeasure]],
+) -> dict[Crosser, Scheme]:
+    """What to store so that the step stays within its budget; says how that is met."""
+    context, may = cut.context, cut.context.allowance
+    assert may is not None
+    rise = Rise(*cut.graphs, cut.num_fwd_outputs, context.restores(cut.found))
+    within = Within({}, fit.rise, fit.above)
+    if fit.stores:
+        counted = rise.held if may.between else rise
+        others = price, measured, cut.fewest
+        within = plan_within(cut.found, context.config, counted, may.rise, *others)
+    cut.met = Met(
+        asked=may.asked,
+        standing=may.standing,
+        to_come=may.to_come,
+        rise=rise(within.chosen),
+        held=rise.held(within.chosen),
+        most=fit.most,
+        above=max(within.above, fit.above) if within.above == within.rise else within.above,
+        least=within.least,
+        recomputed=fit.recomputed,
+        stored=len(within.chosen),
+        between=may.between,
+    )
+    return within.chosen
 
 
 def _names(cut: Partitioned) -> dict[Crosser, str]:

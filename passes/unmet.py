@@ -10,16 +10,22 @@ from functools import cache
 from typing import Any
 
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.errors import OptionWarning
+from hot_compile.errors import OptionError, OptionWarning
 from hot_compile.passes.head.plan import LAYERS_BY_OVERRIDE, HeadDecision
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.site import Site
 from hot_compile.passes.storage.choose import TRUSTED_BITS, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.record import Crossing
+from hot_compile.passes.storage.within import Allowance, Met
 
 _LISTED = 6
 """A warning names this many layers."""
+LESS = (
+    "Ask for no less, train with smaller batches, or allow more to be stored: memory='all', "
+    "memory_bits=4, a profile."
+)
+"""What helps where a budget is too small."""
 
 
 def tell(texts: Iterable[str]) -> None:
@@ -111,7 +117,7 @@ def unmet_budget(
         kept: the record of it. fewest: bits asked for some of ``found``.
     """
     budget = config.memory_budget
-    if budget is None:
+    if budget is None or isinstance(budget, str):
         return
     before, held = (sum(getattr(c, name) for c in kept) for name in ("bytes_before", "bytes"))
     wanted = budget * before if isinstance(budget, float) else budget
@@ -124,6 +130,41 @@ def unmet_budget(
         f"memory='all', memory_bits=4 (now memory='{config.memory}', "
         f"memory_bits={config.memory_bits or TRUSTED_BITS})."
     )
+
+
+def check_peak(met: Met, allowance: Allowance) -> None:
+    """A budget of the peak that what stands and what is held exceed, before any step ran.
+
+    Predicted peaks err by some per cent; what is held between forward and backward does not.
+
+    Raises:
+        OptionError: that is so.
+    """
+    if allowance.strict and met.least is not None and met.standing + met.held > met.asked:
+        expected = f"at least {in_gibibytes(met.peak - met.to_come)}: {_least(met)}"
+        raise OptionError.value("memory_budget", in_gibibytes(met.asked), expected)
+
+
+def unmet_peak(met: Met, config: HotConfig) -> Iterator[str]:
+    """A budget of the peak that is predicted to be exceeded whatever is stored."""
+    if met.least is not None and not met.between and met.peak > met.asked:
+        to_come = f", {in_gibibytes(met.to_come)} an optimizer may add" if met.to_come else ""
+        yield (
+            f"memory_budget={config.memory_budget!r} is predicted not to be met: a step's least "
+            f"peak is {in_gibibytes(met.peak)}, {_least(met)}{to_come}. {LESS}"
+        )
+
+
+def _least(met: Met) -> str:
+    return (
+        f"{in_gibibytes(met.standing)} stand before a step (parameters, inputs), "
+        f"{in_gibibytes(met.rise)} are the least that it is predicted to add"
+    )
+
+
+def in_gibibytes(count: int) -> str:
+    """``count`` bytes as text."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def idle_bits(names: Iterable[str], config: HotConfig) -> Iterator[str]:

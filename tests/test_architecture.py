@@ -12,7 +12,7 @@ PACKAGES = {
     "passes": "hot_compile.passes",
     "runtime": "hot_compile.runtime",
 }
-LEAVES = {"hot_compile.errors", "hot_compile.config"}
+LEAVES = {"hot_compile.errors", "hot_compile.config", "hot_compile.sizes"}
 FILE_CAP, FUNCTION_CAP = 500, 100
 
 
@@ -57,7 +57,10 @@ def statements(node):
 ROOMS = {"hot_compile.runtime"}, {"hot_compile.passes"}
 BELOW_BACKEND = {
     f"hot_compile.{name}"
-    for name in ("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks")
+    for name in (
+        *("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks"),
+        "budget",
+    )
 }
 TOP = 5
 

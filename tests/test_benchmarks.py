@@ -38,6 +38,30 @@ def test_workloads_have_a_loss(program, name):
     assert all(p.grad is not None for p in work.model.parameters())
 
 
+def test_budgets_from_stocks_peak_to_the_least(program, tmp_path):
+    """What fails is a row, and the JSON has every row."""
+    file = tmp_path / "rows.json"
+    rows = program("budget").main(
+        cases="vit-tiny", device="cpu", dtype="fp32", points=2, jobs=2, limit=600, json_file=file,
+        child=None, config="", asked=0,
+    )  # fmt: skip
+    stock, least, *others = rows
+    assert (stock.config, least.config) == ("exact", "hot:memory_budget=0")
+    assert 0 < least.peak_bytes < stock.peak_bytes
+    assert [row.asked_bytes for row in others] == [stock.peak_bytes, 0, least.peak_bytes, 0]
+    assert not any(row.error for row in rows)
+    assert all(row.best_ms > 0 for row in rows)
+    assert len(json.loads(file.read_text())["rows"]) == 6
+
+
+def test_times_at_the_same_peak(program):
+    budget = program("budget")
+    rows = [budget.Row("a", *row) for row in (("exact", 10.0), ("torch:0.5", 20.0), ("hot", 1.0))]
+    for row, peak in zip(rows, (300, 100, 50), strict=True):
+        row.peak_bytes = peak
+    assert [budget.at_peak(rows, peak) for peak in (400, 200, 100, 50)] == [10.0, 15.0, 20.0, None]
+
+
 def test_against_stock(program, tmp_path):
     """A process a row; what is measured of each configuration stands beside stock's."""
     file, drawing = tmp_path / "rows.json", tmp_path / "rows.png"

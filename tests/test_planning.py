@@ -21,9 +21,9 @@ from hot_compile.planning import (
     OPTIMIZERS,
     largest_batch,
     maker,
-    memory_bytes,
     predict,
 )
+from hot_compile.sizes import memory_bytes
 from hot_compile.stock import STOCK
 
 MODULE = """
@@ -172,6 +172,8 @@ def test_the_command_says_all_of_it(spec, tmp_path):
         (["--model", "nowhere.at_all:make"], "No module named"),
         (["--model", "mine_to_plan:missing"], "has no attribute"),
         (["--memory", "24"], "24GiB"),
+        (["--budget", "24"], "24GiB"),
+        (["--budget", "0.1MB"], "the least that it is predicted to add"),
         (["--batch", "0"], "to 1"),
     ],
 )
@@ -180,6 +182,13 @@ def test_mistakes_are_explained(spec, change, said):
     done = CliRunner().invoke(app, ["plan", *(word for pair in given.items() for word in pair)])
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_budget_of_the_peak_is_planned(spec):
+    given = ("--model", spec, "--batch", "8", "--device", "h200", "--budget", "900MiB")
+    done = CliRunner().invoke(app, ["plan", *given])
+    assert done.exit_code == 0, done.output
+    assert "budget of the peak: 900.00 MiB asked" in done.output
 
 
 def test_the_help_names_every_choice():

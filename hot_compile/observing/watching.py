@@ -180,7 +180,7 @@ class _Look:
         """After the forward: both follow at the first backward, ``compare`` with its gradients."""
         self._versions = _versions(self._args)
         self._sample = _sampled(outputs)
-        node = _compiled_node(outputs, self._args)
+        node = compiled_node(outputs, self._args)
         if node is None:
             return
         storages = {_storage(a) for a in self._args if isinstance(a, Tensor)}
@@ -303,7 +303,7 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]
 
 
-def _compiled_node(outputs: Sequence[Any], args: Sequence[Any]) -> Node | None:
+def compiled_node(outputs: Sequence[Any], args: Sequence[Any]) -> Node | None:
     """The autograd node of the compiled graph that made ``outputs`` of ``args``."""
     for output in outputs:
         node = output.grad_fn if _differentiable(output) else None

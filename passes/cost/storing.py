@@ -34,13 +34,13 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     """Predicted time of packing and restoring ``crosser``, less what exact storage takes."""
     if scheme is Scheme.EXACT:
         return 0.0
-    whole, held = _bytes(crosser, scheme)
+    whole, held = held_bytes(crosser, scheme)
     alone = (whole + held) / rates.packing
     alone += rates.start if rates.asynchronous else rates.launch
     packed, restored = alone, alone
     if _packed_by_another(crosser, scheme):
         packed = held / rates.copy + _arithmetic(whole + held, rates)
-    if _restored_by_readers(crosser, scheme, rates):
+    if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(whole, held, rates)
     return packed + restored
 
@@ -65,7 +65,7 @@ def _read_less(whole: int, held: int, rates: Rates) -> float:
     return max(0.0, (held - whole) / rates.copy + _arithmetic(whole + held, rates))
 
 
-def _bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
+def held_bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
     """(whole, as ``scheme`` holds it)."""
     value = in_memory(crosser.saved)
     whole = bytes_of(value)
@@ -86,14 +86,14 @@ def _packed_by_another(crosser: Crosser, scheme: Scheme) -> bool:
         return any(reader.target in REDUCTIONS for reader in readers)
     if unit is Unit.GROUP:
         return False
-    return _fuses(_maker(crosser.saved)) or any(map(_fuses, readers))
+    return fuses(_maker(crosser.saved)) or any(map(fuses, readers))
 
 
-def _restored_by_readers(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
+def restored_by_readers(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
     """Every reader is a kernel of Inductor's. A CPU's puts a group's pieces together on its own."""
     if scheme.spec.unit is Unit.GROUP and scheme.spec.bits != 8 and not rates.asynchronous:
         return False
-    return all(map(_fuses, _readers(crosser.restored)))
+    return all(map(fuses, _readers(crosser.restored)))
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -111,6 +111,6 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _fuses(node: fx.Node) -> bool:
+def fuses(node: fx.Node) -> bool:
     """Inductor writes the kernel itself, so that more can go into it."""
     return node.op == "call_function" and (is_pointwise(node) or node.target in _FUSED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -59,7 +59,7 @@ def plan_storage(
     if config.memory is Memory.FREE:
         paid = _paid_for(ladders, price, won)
         return {c: _with_mask(c, scheme) for c, scheme in paid.items()}
-    if config.memory_budget is None:
+    if config.memory_budget is None or isinstance(config.memory_budget, str):
         return {c: _with_mask(c, ladder[-1]) for c, ladder in ladders.items() if len(ladder) > 1}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
     held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
@@ -70,6 +70,80 @@ def plan_storage(
         chosen[crosser] = scheme
         held -= saved
     return {c: _with_mask(c, scheme) for c, scheme in chosen.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """What is stored so that a step adds no more than it may."""
+
+    chosen: dict[Crosser, Scheme]
+    rise: int
+    """Bytes that the step adds, as predicted."""
+    above: int
+    """The same of the next choice that holds more; ``rise`` if nothing is stored."""
+    least: int | None = None
+    """What the least adds, if what was allowed is less than that."""
+
+
+def plan_within(
+    found: Sequence[Crosser],
+    config: HotConfig,
+    rise: Callable[[Mapping[Crosser, Scheme]], int],
+    allowed: int,
+    price: StoragePrice | None = None,
+    measured: Measured | None = None,
+    fewest: Mapping[Crosser, int] | None = None,
+) -> Within:
+    """As few tensors stored, cheapest in time first, then by error, as keep within ``allowed``.
+
+    That order does not depend on what is allowed, so that less is never met by holding more. Where
+    nothing meets it, all that may be without rising higher.
+
+    Args:
+        rise: bytes that a step adds with tensors stored so.
+        allowed: bytes that it may add.
+        found, config, price, measured, fewest: as for :func:`plan_storage`.
+    """
+    known, own = measured or {}, fewest or {}
+    ladders = _together({c: _ladder(c, config, known.get(c), own.get(c, 0)) for c in found})
+    if config.memory is Memory.OFF:
+        ladders = {}
+    chosen: dict[Crosser, Scheme] = {}
+    lowest = above = rise(chosen)
+    best = dict(chosen)
+    for crosser, scheme in _cheapest_first(ladders, price):
+        if lowest <= allowed:
+            break
+        chosen[crosser] = _with_mask(crosser, scheme)
+        now = rise(chosen)
+        if now < lowest:
+            above, lowest = lowest, now
+        if now <= lowest:
+            best = dict(chosen)
+    return Within(best, lowest, above, lowest if lowest > allowed else None)
+
+
+def _cheapest_first(
+    ladders: dict[Crosser, tuple[Scheme, ...]], price: StoragePrice | None
+) -> list[tuple[Crosser, Scheme]]:
+    """Every step down every ladder by seconds, then by error, per byte; none before a finer one."""
+    steps = []
+    for crosser, ladder in ladders.items():
+        value, so_far = in_memory(crosser.saved), (0.0, 0.0)
+        for depth, (finer, coarser) in enumerate(pairwise(ladder)):
+            saved = max(1, packed_bytes(value, finer) - packed_bytes(value, coarser))
+            seconds = _seconds(crosser, coarser, price) - _seconds(crosser, finer, price)
+            error = coarser.spec.error - finer.spec.error
+            so_far = max(so_far, (max(0.0, seconds) / saved, error / saved))
+            steps.append((so_far, depth, -saved, crosser, coarser))
+    return [step[3:] for step in sorted(steps, key=lambda step: step[:3])]
+
+
+def _seconds(crosser: Crosser, scheme: Scheme, price: StoragePrice | None) -> float:
+    """What ``scheme`` is predicted to cost; nothing where that is not known."""
+    if price is None or scheme is Scheme.EXACT:
+        return 0.0
+    return price(crosser, _with_mask(crosser, scheme)) or 0.0
 
 
 def _ladder(

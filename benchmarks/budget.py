@@ -1,0 +1,241 @@
+"""Budgets of a step's true peak, from stock's down to the least: asked, met, and what it costs.
+
+    python benchmarks/budget.py --json budget.json
+    python benchmarks/budget.py --cases gpt2 --points 5 --jobs 10 --json gpt2.json  # minutes
+    python benchmarks/budget.py --cases vit-tiny --device cpu --dtype fp32 --points 2
+
+First each case's ends: stock Inductor's peak, and the least that hot's storage reaches. Between
+them, at equal distances, ``memory_budget`` with these bytes and, beside it, stock with torch's own
+``activation_memory_budget``. A process a configuration: up to ``--jobs`` of them compile at once,
+and are timed one by one. Peaks are all that stands in the device's memory, weights included. A
+process that fails, or takes longer than ``--limit``, is a row with its error; the JSON is written
+after every row. The last column is what torch's own takes at the same peak, between its two points
+next to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from against_stock import CASES, STEPS, Child, Stepper, workload
+from against_stock import Row as StepperRow
+from report import StepRow, environment, write_json
+from rich.console import Console
+from rich.table import Table
+from step import compiler_settings
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
+
+from hot_compile.errors import OptionWarning
+from hot_compile.frameworks import trace_past_warnings
+from hot_compile.memory import peak_bytes
+
+ON_A_GPU = "vit-b-128,gpt2,resnet50-256"
+STOCK, LEAST, TORCH = "exact", "hot:memory_budget=0", "torch:"
+WARM_UP = 20
+"""Steps: the budget is corrected twice at most, five steps each."""
+ROUNDS = 6
+THREADS = 3
+"""That compile, of each process."""
+SMALLEST = 0.2
+"""Of torch's own budget."""
+
+
+@dataclass
+class Row(StepRow):
+    """One configuration's figures."""
+
+    asked_bytes: int = 0
+    """0: no budget."""
+    compiled: int = 0
+    """Graphs, each time they were compiled."""
+    error: str = ""
+
+
+def configurations(stock: Row, least: Row, points: int) -> list[tuple[str, int]]:
+    """(configuration, bytes asked) from stock's peak down to the least."""
+    found = []
+    for place in range(points):
+        part = place / max(1, points - 1)
+        asked = int(stock.peak_bytes + (least.peak_bytes - stock.peak_bytes) * part)
+        found.append((f"hot:memory_budget={asked / 2**20:.1f}MiB", asked))
+        found.append((f"{TORCH}{1 - (1 - SMALLEST) * part:.2f}", 0))
+    return found
+
+
+def measure(
+    case: str, config: str, asked: int, device: torch.device, dtype: str
+) -> Iterator[list[Row]]:
+    """Compiles, lets the budget be corrected, and yields; measures, and yields what it found."""
+    torch.manual_seed(0)
+    trace_past_warnings()
+    warnings.simplefilter("always", OptionWarning)
+    row = Row(case, config, asked_bytes=asked)
+    inner = StepperRow(case, STOCK if config.startswith(TORCH) else config)
+    inductor_config.compile_threads = THREADS
+    if config.startswith(TORCH):
+        functorch_config.activation_memory_budget = float(config.removeprefix(TORCH))
+    start = time.perf_counter()
+    with compiler_settings(dtype), fresh_cache():
+        stepper = Stepper(inner, workload(CASES[case]), device, dtype == "bf16", CASES[case].adamw)
+        for _ in range(WARM_UP if device.type == "cuda" else 2):
+            stepper.step()
+        row.compile_s = time.perf_counter() - start
+        row.peak_bytes = _standing(stepper) + peak_bytes(stepper.step, device)
+        row.compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # other rows' processes share the device
+        yield [row]
+        for _ in range(ROUNDS if device.type == "cuda" else 1):
+            stepper.measure(STEPS[device.type])
+        row.best_ms, row.host_ms, row.loss = inner.best_ms, inner.host_ms, inner.loss
+        yield [row]
+
+
+def _standing(stepper: Stepper) -> int:
+    """Bytes there between steps."""
+    if stepper.device.type == "cuda":
+        torch.cuda.synchronize(stepper.device)
+        return torch.cuda.memory_allocated(stepper.device)
+    states = stepper.optimizer.state.values() if stepper.optimizer else []
+    made = [value for state in states for value in state.values()]
+    model = stepper.model
+    tensors = [*model.parameters(), *model.buffers(), *stepper.inputs, *made]
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _child(case: str, config: str, asked: int, device: str, dtype: str) -> None:
+    """Says what it knows when compiled, and, when told to measure, what it found."""
+    answers = sys.stdout
+    rows = [Row(case, config, asked_bytes=asked)]
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            run = measure(case, config, asked, torch.device(device), dtype)
+            rows = next(run)
+            print(json.dumps([asdict(row) for row in rows]), file=answers, flush=True)
+            sys.stdin.readline()
+            rows = next(run)
+        except Exception as error:
+            traceback.print_exc()
+            rows[0].error = f"{type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps([asdict(row) for row in rows]), file=answers, flush=True)
+
+
+def _rows(
+    wanted: list[tuple[str, str, int]], arguments: list[str], jobs: int, limit: int
+) -> Iterator[Row]:
+    """Figures of (case, configuration, asked), ``jobs`` of them compiled at once."""
+    for first in range(0, len(wanted), jobs):
+        batch, clocks, children = wanted[first : first + jobs], [], []
+        for case, config, asked in batch:
+            own = ["--config", config, "--asked", str(asked)]
+            child = Child(case, [*arguments, *own], __file__)
+            clock = threading.Timer(limit, child.kill)
+            clock.start()
+            clocks.append(clock)
+            children.append(child)
+        said = [child.compiled() for child in children]
+        for (case, config, asked), child, found in zip(batch, children, said, strict=True):
+            if found and not found[0]["error"]:
+                found = child.measured() or [{**found[0], "error": "it died when measured"}]
+            died = {"case": case, "config": config, "asked_bytes": asked, "error": "it died"}
+            yield Row(**(found[0] if found else died))
+        for clock in clocks:
+            clock.cancel()
+
+
+def as_table(rows: list[Row], title: str) -> Table:
+    """Asked, peak and time of each row, and torch's own time at the same peak."""
+    table = Table(title=title)
+    table.add_column("case")
+    table.add_column("configuration")
+    columns = ("MiB asked", "MiB peak", "of asked", "ms", "compiled", "torch's ms at this peak")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        if row.error:
+            table.add_row(row.case, row.config, row.error[:40])
+            continue
+        peak = row.peak_bytes
+        asked = (f"{row.asked_bytes / 2**20:.0f}", f"{peak / row.asked_bytes:.3f}")
+        asked = asked if row.asked_bytes else ("", "")
+        theirs = at_peak([r for r in rows if r.case == row.case], peak)
+        table.add_row(
+            *(row.case, row.config, asked[0], f"{peak / 2**20:.0f}", asked[1]),
+            *(f"{row.best_ms:.1f}", str(row.compiled)),
+            "" if theirs is None or not row.asked_bytes else f"{theirs:.1f}",
+        )
+    return table
+
+
+def at_peak(rows: list[Row], peak: int) -> float | None:
+    """What stock takes at this peak with torch's own budget; None below the least it reaches."""
+    theirs = [r for r in rows if not r.error and r.config.startswith((TORCH, STOCK))]
+    above = min((r for r in theirs if r.peak_bytes >= peak), default=None, key=_peak)
+    below = max((r for r in theirs if r.peak_bytes <= peak), default=None, key=_peak)
+    if below is None:
+        return None
+    if above is None or above.peak_bytes == below.peak_bytes:
+        return below.best_ms
+    part = (peak - below.peak_bytes) / (above.peak_bytes - below.peak_bytes)
+    return below.best_ms + (above.best_ms - below.best_ms) * part
+
+
+def _peak(row: Row) -> int:
+    return row.peak_bytes
+
+
+def main(
+    cases: Annotated[str, typer.Option(help="comma-separated, of " + ", ".join(CASES))] = ON_A_GPU,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32 or bf16 (autocast)")] = "bf16",
+    points: Annotated[int, typer.Option(help="budgets of each case")] = 5,
+    jobs: Annotated[int, typer.Option(help="processes that compile at once")] = 10,
+    limit: Annotated[int, typer.Option(help="seconds that a batch of them may take")] = 480,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+    config: Annotated[str, typer.Option(hidden=True)] = "",
+    asked: Annotated[int, typer.Option(hidden=True)] = 0,
+) -> list[Row]:
+    """Measure budgets of the peak of whole steps."""
+    if child:
+        _child(child, config, asked, device, dtype)
+        return []
+    names = cases.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        raise typer.BadParameter(f"got {', '.join(unknown)}; known are {', '.join(CASES)}")
+    arguments = ["--device", device, "--dtype", dtype]
+    settings: dict[str, Any] = {"dtype": dtype, "points": points, "jobs": jobs}
+    where, measured = torch.device(device), []
+
+    def run(wanted: list[tuple[str, str, int]]) -> None:
+        for row in _rows(wanted, arguments, jobs, limit):
+            measured.append(row)
+            print(json.dumps(asdict(row)), file=sys.stderr, flush=True)
+            if json_file:  # each time: what was measured stays, whatever stops the rest
+                write_json(json_file, where, settings, [asdict(r) for r in measured])
+
+    run([(name, end, 0) for name in names for end in (STOCK, LEAST)])
+    for name in names:
+        ends = [row for row in measured if row.case == name and not row.error]
+        if len(ends) == 2:
+            run([(name, *pair) for pair in configurations(*ends, points)])
+    Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
+    return measured
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,305 @@
+"""``options={"memory_budget": "16GiB"}``: a budget of what the device's memory rises to in a step.
+
+What a graph may add is what is asked for less what stands when it is compiled; a prediction says
+what to recompute and store to that end (``passes/storage/within.py``). On a GPU the allocator then
+tells how high two later steps really rise. What is off by more than 5 % has its graphs compiled
+again, each with its share of the difference, at most twice (docs/adr/0023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+
+from .observing.auto import forget
+from .observing.watching import compiled_node
+from .passes.storage.within import Allowance, Met
+from .passes.unmet import LESS, in_gibibytes, tell
+
+log = logging.getLogger("hot_compile")
+
+_TOLERANCE = 0.05
+_CORRECTIONS = 2
+_WARM_UP = 2
+"""Steps that are not measured: the first compiles, and ends with the optimizer's states made."""
+_STEEPEST = 4.0
+_MEASURED = 2
+"""Steps that are: gradients that are added up may stand before one and not before another."""
+
+
+class Meter(Protocol):
+    """What tells of a device's memory."""
+
+    def allocated(self) -> int:
+        """Bytes of tensors now."""
+
+    def restart(self) -> None:
+        """Let :meth:`peak` count from now on."""
+
+    def peak(self) -> int:
+        """The most there were since."""
+
+
+class Allocator:
+    """CUDA's. Restarting it resets ``torch.cuda.max_memory_allocated``: it has one count only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        """Bytes of tensors now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def restart(self) -> None:
+        """Let :meth:`peak` count from now on."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """The most there were since."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+@dataclasses.dataclass(eq=False)
+class Share:
+    """One graph's part of a budget."""
+
+    code: CodeType | None
+    """What Dynamo compiled it of."""
+    allowed: int | None = None
+    """Bytes that it may add, since its prediction was corrected."""
+    between: bool = False
+    """Only between its forward and its backward: others of the same step run then."""
+    corrections: int = 0
+    settled: bool = False
+    """It is not measured any more."""
+    met: Met | None = None
+    """What it was compiled to."""
+
+    def told(self, met: Met) -> None:
+        """It was compiled."""
+        self.met = met
+
+    def size(self, alone: bool) -> int:
+        """Bytes that one call of it is predicted to add to a step, to which others add or none."""
+        if self.met is None:
+            return 0
+        return self.met.rise if alone else self.met.held
+
+    def room(self, down: bool, alone: bool) -> int:
+        """Bytes in proportion to which it can hold less, or more; 0 if it cannot."""
+        met = self.met
+        if met is None or self.corrections >= _CORRECTIONS:
+            return 0
+        can = met.least is None if down else met.recomputed + met.stored > 0
+        return self.size(alone) if can else 0
+
+    def correct(self, excess: float, alone: bool) -> bool:
+        """Add so much less (or more) from now on; False if it would be compiled to the same."""
+        assert self.met is not None
+        now, between = self.size(alone), not alone
+        allowed = max(0, int(now - excess))
+        if now < allowed < self.met.above and self.met.between == between:
+            return False
+        self.allowed, self.between = allowed, between
+        self.corrections += 1
+        return True
+
+
+class Ledger:
+    """The graphs that share a budget on one device, and what their steps were seen to take."""
+
+    def __init__(self, asked: int, meter: Meter | None) -> None:
+        """``meter``: None where nobody counts; the prediction is not corrected then."""
+        self.asked = asked
+        self._meter = meter
+        self._shares: dict[Hashable, Share] = {}
+        self._step: _Step | None = None
+        self._stepped = False
+        self._since_compiled = 0
+        self._peaks: list[int] = []
+        self._calls: Counter[Share] = Counter()
+        self._seen: tuple[int, int] | None = None
+        """(predicted rise, peak) when it was last judged."""
+
+    def share(self, code: CodeType | None, key: Hashable) -> Share:
+        """The graph's, the same when it is compiled again."""
+        return self._shares.setdefault((code, key), Share(code))
+
+    def allowance(self, share: Share, given: int, states: int) -> Allowance:
+        """What a graph that is compiled now may add.
+
+        Args:
+            share: the graph's. given: bytes of its parameters and inputs.
+            states: bytes that an optimizer may make in the first step.
+        """
+        self._since_compiled, self._peaks, share.settled = 0, [], False
+        standing = self._meter.allocated() if self._meter else given
+        to_come = 0 if self._stepped else max(0, states - max(0, standing - given))
+        first = not any(known.met for known in self._shares.values())
+        allowed = self.asked - standing - to_come if share.allowed is None else share.allowed
+        between = share.between and share.allowed is not None
+        return Allowance(self.asked, standing, to_come, allowed, between, first, share.told)
+
+    def enter(self, share: Share) -> Call | None:
+        """A forward of the graph begins; None if nobody wants to know."""
+        if self._meter is None or share.settled:
+            return None
+        if self._step is None:
+            if len(self._peaks) >= _MEASURED:
+                self._judge(max(self._peaks))
+            self._step = _Step(self._finished)
+            if self._since_compiled >= _WARM_UP:
+                self._meter.restart()
+        return Call(self._step, share)
+
+    def _finished(self, step: _Step) -> None:
+        """Every backward of a step has run, or never will."""
+        self._step = None
+        if step.void:
+            return
+        assert self._meter is not None
+        self._stepped = True
+        self._since_compiled += 1
+        if self._since_compiled > _WARM_UP:
+            self._peaks.append(self._meter.peak())
+            self._calls = step.calls
+
+    def _judge(self, peak: int) -> None:
+        """Correct what the graphs may add, if that is off and can be mended.
+
+        Called at the next forward, outside of any backward: code may be forgotten then.
+        """
+        calls, self._peaks, self._since_compiled = self._calls, [], 0
+        excess = peak - self.asked
+        alone = sum(calls.values()) == 1
+        rooms = {share: share.room(excess > 0, alone) for share in calls}
+        total = sum(rooms[share] * count for share, count in calls.items())
+        changed = []
+        if abs(excess) > _TOLERANCE * self.asked and total:
+            part = excess / self._slope(peak, calls, alone) / total
+            changed = [s for s, room in rooms.items() if room and s.correct(part * room, alone)]
+        log.info("hot: memory_budget: peak %s of %s", *map(in_gibibytes, (peak, self.asked)))
+        for share in changed:
+            forget(share.code)
+        if changed:
+            return
+        for share in calls:
+            share.settled = True
+        if excess > _TOLERANCE * self.asked:
+            tell([_exceeded(peak, self.asked)])
+
+    def _slope(self, peak: int, calls: Counter[Share], alone: bool) -> float:
+        """Bytes by which the peak is likely to fall for each byte that is predicted to."""
+        rise = sum(share.size(alone) * count for share, count in calls.items())
+        before, self._seen = self._seen, (rise, peak)
+        if before is None or before[0] == rise:
+            return 1.0
+        slope = (peak - before[1]) / (rise - before[0])
+        return min(max(slope, 1 / _STEEPEST), _STEEPEST)
+
+
+def _exceeded(peak: int, asked: int) -> str:
+    return (
+        f"memory_budget was not met: {in_gibibytes(asked)} were asked for, steps rose to "
+        f"{in_gibibytes(peak)}. {LESS}"
+    )
+
+
+class _Step:
+    """Forwards whose backwards are to come: what is held at one time."""
+
+    def __init__(self, finished: Callable[[_Step], None]) -> None:
+        self.calls: Counter[Share] = Counter()
+        self.void = False
+        """Some forward had no backward: it says nothing of a step."""
+        self._open = 0
+        self._finished = finished
+
+    def begin(self, share: Share) -> None:
+        """One more forward."""
+        self.calls[share] += 1
+        self._open += 1
+
+    def end(self, ran: bool) -> None:
+        """One less; ``ran``: its backward did."""
+        self.void |= not ran
+        self._open -= 1
+        if not self._open:
+            self._finished(self)
+
+
+class Call:
+    """One forward of a graph, until its backward has run or its results are dropped."""
+
+    def __init__(self, step: _Step, share: Share) -> None:
+        self._step: _Step | None = step
+        step.begin(share)
+
+    def over(self, ran: bool) -> None:
+        """Once."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.end(ran)
+
+    def __del__(self) -> None:
+        self.over(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a graph is compiled under."""
+
+    ledger: Ledger
+    share: Share
+    given: int
+    """Bytes of parameters and inputs."""
+    states: int
+    """Bytes that an optimizer may make of its own: two numbers for each that is trained."""
+
+    def allowance(self) -> Allowance:
+        """What the graph may add if it is compiled now."""
+        return self.ledger.allowance(self.share, self.given, self.states)
+
+
+class Budgeted:
+    """A compiled graph whose steps are measured while its share of the budget is not settled."""
+
+    def __init__(self, run: Callable[..., Any], budget: Budget) -> None:
+        self._run = run
+        self._budget = budget
+
+    def __call__(self, *args: Any) -> Any:
+        """One forward."""
+        call = self._budget.ledger.enter(self._budget.share)
+        if call is None:
+            return self._run(*args)
+        outputs = self._run(*args)
+        node = compiled_node(outputs, args)
+        if node is None:  # nothing is held of it
+            call.over(True)
+        else:
+            _when_done(node, call)
+        return outputs
+
+
+def _when_done(node: Any, call: Call) -> None:
+    """End ``call`` behind the backward; the hook holds it, and goes with the node."""
+
+    @torch.compiler.disable
+    def done(_gradients: Sequence[Any], _tangents: Sequence[Any]) -> None:
+        call.over(True)
+
+    node.register_hook(done)
+
+
+@cache
+def ledger_of(device: torch.device, asked: int) -> Ledger:
+    """The one of this process: its device's memory is one, whichever model is in it."""
+    return Ledger(asked, Allocator(device) if device.type == "cuda" else None)
