@@ -341,10 +341,11 @@ def test_a_partitioner_without_uuid_is_never_cached(monkeypatch):
 def test_what_dynamo_is_to_skip_outlives_a_setting_of_the_users(monkeypatch):
     """Their functions stay in it, and Transformers' warnings still break no graph that follows."""
     theirs, once = logging.Logger.info, logging.Logger.debug
-    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", {theirs})
     monkeypatch.setitem(sys.modules, "transformers", logging)
     monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
-    torch.compile(nn.Linear(8, 8), backend="hot")(torch.randn(8, 8))
-    skipped = torch._dynamo.config.ignore_logging_functions
+    # not by monkeypatch, which deletes what is no attribute of a module's own when it is over
+    with torch._dynamo.config.patch(ignore_logging_functions={theirs}):
+        torch.compile(nn.Linear(8, 8), backend="hot")(torch.randn(8, 8))
+        skipped = torch._dynamo.config.ignore_logging_functions
     assert theirs in skipped
     assert once in skipped
