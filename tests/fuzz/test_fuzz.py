@@ -23,7 +23,7 @@ KNOWN = {
 """Seeds that are over their bound, and by what (docs/measured/fuzz.md)."""
 
 
-QUICK = 20
+QUICK = 12
 """Models of the quick run: one takes 1.5 seconds, most of them Dynamo's and AOTAutograd's."""
 
 

@@ -5,7 +5,7 @@ import pytest
 from fuzz.operators import database
 from fuzz.run import main
 
-QUICK = 27
+QUICK = 45
 """Every so many operators one is tried in the quick run."""
 
 
