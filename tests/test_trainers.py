@@ -31,7 +31,10 @@ def reports(monkeypatch):
     registry.lookup_backend("hot")
     monkeypatch.setitem(registry._COMPILER_FNS, "hot", unlowered)
     torch._dynamo.reset()
+    # a trainer of another test may have left its state, which goes before a new one's backend
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield reports
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     torch._dynamo.reset()
 
 
@@ -120,7 +123,6 @@ def test_accelerate_by_name(reports, model):
     optimizer.step()
     assert rewritten(reports) >= 6
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_trainer_under_run(monkeypatch, model, tmp_path):
