@@ -21,7 +21,8 @@ import torch
 from .observing.auto import forget
 from .observing.watching import compiled_node
 from .passes.storage.within import Allowance, Met
-from .passes.unmet import LESS, in_gibibytes, tell
+from .passes.unmet import LESS, tell
+from .sizes import memory_text
 
 log = logging.getLogger("hot_compile")
 
@@ -185,7 +186,7 @@ class Ledger:
         if abs(excess) > _TOLERANCE * self.asked and total:
             part = excess / self._slope(peak, calls, alone) / total
             changed = [s for s, room in rooms.items() if room and s.correct(part * room, alone)]
-        log.info("hot: memory_budget: peak %s of %s", *map(in_gibibytes, (peak, self.asked)))
+        log.info("hot: memory_budget: peak %s of %s", *map(memory_text, (peak, self.asked)))
         for share in changed:
             forget(share.code)
         if changed:
@@ -207,8 +208,8 @@ class Ledger:
 
 def _exceeded(peak: int, asked: int) -> str:
     return (
-        f"memory_budget was not met: {in_gibibytes(asked)} were asked for, steps rose to "
-        f"{in_gibibytes(peak)}. {LESS}"
+        f"memory_budget was not met: {memory_text(asked)} were asked for, steps rose to "
+        f"{memory_text(peak)}. {LESS}"
     )
 
 

@@ -24,3 +24,8 @@ def memory_bytes(text: str, option: str = "memory", instead: str = "") -> int:
         expected = f"{instead}a number with {', '.join(_UNITS)}, e.g. 24GiB"
         raise OptionError.value(option, text, expected)
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def memory_text(count: int) -> str:
+    """``count`` bytes as text, in the unit that suits them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -18,6 +18,7 @@ from hot_compile.passes.storage.choose import TRUSTED_BITS, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.within import Allowance, Met
+from hot_compile.sizes import memory_text
 
 _LISTED = 6
 """A warning names this many layers."""
@@ -141,30 +142,25 @@ def check_peak(met: Met, allowance: Allowance) -> None:
         OptionError: that is so.
     """
     if allowance.strict and met.least is not None and met.standing + met.held > met.asked:
-        expected = f"at least {in_gibibytes(met.peak - met.to_come)}: {_least(met)}"
-        raise OptionError.value("memory_budget", in_gibibytes(met.asked), expected)
+        expected = f"at least {memory_text(met.peak - met.to_come)}: {_least(met)}"
+        raise OptionError.value("memory_budget", memory_text(met.asked), expected)
 
 
 def unmet_peak(met: Met, config: HotConfig) -> Iterator[str]:
     """A budget of the peak that is predicted to be exceeded whatever is stored."""
     if met.least is not None and not met.between and met.peak > met.asked:
-        to_come = f", {in_gibibytes(met.to_come)} an optimizer may add" if met.to_come else ""
+        to_come = f", {memory_text(met.to_come)} an optimizer may add" if met.to_come else ""
         yield (
             f"memory_budget={config.memory_budget!r} is predicted not to be met: a step's least "
-            f"peak is {in_gibibytes(met.peak)}, {_least(met)}{to_come}. {LESS}"
+            f"peak is {memory_text(met.peak)}, {_least(met)}{to_come}. {LESS}"
         )
 
 
 def _least(met: Met) -> str:
     return (
-        f"{in_gibibytes(met.standing)} stand before a step (parameters, inputs), "
-        f"{in_gibibytes(met.rise)} are the least that it is predicted to add"
+        f"{memory_text(met.standing)} stand before a step (parameters, inputs), "
+        f"{memory_text(met.rise)} are the least that it is predicted to add"
     )
-
-
-def in_gibibytes(count: int) -> str:
-    """``count`` bytes as text."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def idle_bits(names: Iterable[str], config: HotConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ A tensor whose readers are not all proven to tolerate rounding stays exact, with
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Set
 
 import torch
@@ -246,10 +247,8 @@ def is_packed(node: fx.Node) -> bool:
 
 def _is_of_head(node: fx.Node) -> bool:
     """A gradient that a head in chunks made in the forward."""
-    if not is_packed(node):
-        return False
-    made, place = node.args
-    return isinstance(made, fx.Node) and made.target in IN_FORWARD and place in GRADIENTS
+    maker = node.args[0] if node.target is operator.getitem else None
+    return isinstance(maker, fx.Node) and maker.target in IN_FORWARD and node.args[1] in GRADIENTS
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:

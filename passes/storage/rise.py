@@ -10,22 +10,21 @@ the graph's, are not foreseen: that is measured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy
 import torch
 from torch import fx
 
 from hot_compile.passes.cost.storing import fuses, held_bytes
-from hot_compile.passes.graph import CASTS, VIEWS, is_tangent, placeholders, returned
+from hot_compile.passes.graph import VIEWS, is_tangent, placeholders, returned
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.crossers import Crosser, base, saved_pairs
+from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.schemes import Scheme
 
 Fused = Callable[[Crosser, Scheme], bool]
 """Whether the kernels that read a tensor restore it on their way, so that it is never whole."""
-
-_SAME = VIEWS | CASTS
 
 
 class Rise:
@@ -136,16 +135,8 @@ def _is_written(node: fx.Node, levels: Mapping[fx.Node, int]) -> bool:
         return True
     return any(
         user.op == "output" or not fuses(user) or levels[user] != levels[node]
-        for user in _readers(node)
+        for user in through_views(node)
     )
-
-
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
-    for user in node.users:
-        if user.target in VIEWS:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:

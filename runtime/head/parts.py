@@ -54,7 +54,7 @@ def missing_outputs(weight: Tensor) -> int:
     return -weight.shape[0] % ALIGN if weight.is_cuda else 0
 
 
-def multiply(x: Tensor, parts: tuple[Part, ...], out: Tensor) -> None:
+def multiply_parts(x: Tensor, parts: tuple[Part, ...], out: Tensor) -> None:
     """y = x W^T + b [R, P] into ``out``."""
     for part in parts:
         y = out[:, part.columns]

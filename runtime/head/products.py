@@ -25,10 +25,10 @@ from hot_compile.runtime.head.parts import (
     add_product,
     missing_outputs,
     multiply_back,
+    multiply_parts,
     parts_of,
     width_of,
 )
-from hot_compile.runtime.head.parts import multiply as multiply_parts
 from hot_compile.runtime.head.rows import (
     Chunk,
     Form,
