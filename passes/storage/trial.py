@@ -7,7 +7,8 @@ milliseconds: so what a chain computes is taken off its graph, and what was foun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -124,6 +125,11 @@ def problem(function: Function, scheme: Scheme) -> str:
 
     Raises whatever an operator raises that samples do not suit.
     """
+    with _one_thread():
+        return _problem(function, scheme)
+
+
+def _problem(function: Function, scheme: Scheme) -> str:
     x = _typical(function.values)
     if scheme.spec.unit is Unit.CENTRED_ROW and not _is_homogeneous(function, x):
         return "bends near zero, where codes around another mean are coarse"
@@ -139,6 +145,18 @@ def problem(function: Function, scheme: Scheme) -> str:
             if found:
                 return found
     return ""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Samples are small: threads gain nothing, and where several processes of one machine compile
+    at once (a rank a GPU) they wait for each other's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _typical(values: _Values) -> Tensor:
