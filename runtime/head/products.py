@@ -130,7 +130,7 @@ def both(
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    gradients = gradients_of(x, width_of(parts), wanted, torch.float32)
+    gradients = _sums_of(x, width_of(parts), wanted)
     with _exact(x.device):
         for rows, g in _row_chunks(x, width_of(parts), wanted[1]):
             y, theirs = _logits_of(x[rows], parts, g, logits[rows], form)
@@ -162,7 +162,7 @@ def gradients_by_rows(
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     target = _dense(target)
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    gradients = gradients_of(x, width_of(parts), wanted, torch.float32)
+    gradients = _sums_of(x, width_of(parts), wanted)
     with _exact(x.device):
         for rows, y in _row_chunks(x, width_of(parts), wanted[1]):
             multiply_parts(x[rows], parts, y)
@@ -184,16 +184,17 @@ def _add_gradients(
 ) -> None:
     """What rows whose gradient of y is ``g`` give to (g_x, g_w, g_b), empty if not wanted."""
     grad_x, grad_weight, grad_bias = gradients
+    first = rows.start == 0  # nothing is there yet to add to
     own_x, own_weight = multiply(g, x[rows], parts[0].weight) if multiply else (None, None)
     if own_x is not None:
         grad_x[rows] = own_x
     elif grad_x.numel():
         multiply_back(g, parts, grad_x[rows])
     if own_weight is not None:
-        grad_weight += own_weight
+        grad_weight.copy_(own_weight) if first else grad_weight.add_(own_weight)
     elif grad_weight.numel():
         for part in parts:
-            add_product(grad_weight[part.columns], g[:, part.columns].t(), x[rows])
+            add_product(grad_weight[part.columns], g[:, part.columns].t(), x[rows], first)
     if grad_bias.numel():
         grad_bias += g.sum(0, dtype=torch.float32)
 
@@ -217,7 +218,7 @@ def _head_gradients(
     (rows, _), outputs = x.shape, weight.shape[0]
     room = outputs + missing_outputs(weight)
     grad_x, grad_weight, grad_bias = gradients_of(x, room, wanted, x.dtype)
-    sum_x = torch.zeros_like(grad_x, dtype=torch.float32)
+    sum_x = torch.empty_like(grad_x, dtype=torch.float32)
     width = chunk_columns(rows, outputs, x.element_size())
     scratch = x.new_empty((rows, -(-width // ALIGN) * ALIGN))
     target = _dense(target)
@@ -237,7 +238,7 @@ def _head_gradients(
             gradient = Gradient(y, coefficients, outside, extra_scale)
             chunk_gradient(Chunk(y, last - first, place, own, form), lse, gradient)
             if wanted[0]:
-                add_product(sum_x, y, parts[0].weight)
+                add_product(sum_x, y, parts[0].weight, first == 0)
             if wanted[1]:
                 torch.mm(y.t(), x, out=grad_weight[wide])
             if wanted[2]:
@@ -280,12 +281,20 @@ def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 def gradients_of(
     x: Tensor, outputs: int, wanted: list[bool], grad_weight: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for g_x, g_w, g_b; what chunks of rows add up starts at zero."""
+    """Room for g_x, g_w, g_b."""
     return (
         x.new_empty(tuple(x.shape) if wanted[0] else 0),
-        x.new_zeros((outputs, x.shape[1]) if wanted[1] else 0, dtype=grad_weight),
+        x.new_empty((outputs, x.shape[1]) if wanted[1] else 0, dtype=grad_weight),
         x.new_zeros((outputs,) if wanted[2] else 0, dtype=torch.float32),
     )
+
+
+def _sums_of(x: Tensor, outputs: int, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for what chunks of rows add up: the first one writes, and without any it is zero."""
+    gradients = gradients_of(x, outputs, wanted, torch.float32)
+    if not x.shape[0]:
+        gradients[1].zero_()
+    return gradients
 
 
 def _without_padding(
