@@ -23,7 +23,30 @@ class Part:
 
     columns: slice
     weight: Tensor
+    transposed: Tensor
+    """[I, P]: the same memory."""
     bias: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """Rows of y, or of its gradient, as the parts make and read them.
+
+    Views are made once for all chunks: one costs the host a third of what a product does.
+    """
+
+    whole: Tensor
+    """[R, O']."""
+    columns: tuple[Tensor, ...]
+    """Of each part, [R, P]."""
+    transposed: tuple[Tensor, ...]
+    """The same, [P, R]."""
+
+
+def wide(y: Tensor, parts: tuple[Part, ...]) -> Wide:
+    """``y`` [R, O'] with the columns of each part."""
+    columns = (y,) if len(parts) == 1 else tuple(y[:, part.columns] for part in parts)
+    return Wide(y, columns, tuple(own.t() for own in columns))
 
 
 def parts_of(weight: Tensor, bias: Tensor | None, whole: bool = False) -> tuple[Part, ...]:
@@ -34,14 +57,18 @@ def parts_of(weight: Tensor, bias: Tensor | None, whole: bool = False) -> tuple[
     """
     missing = missing_outputs(weight)
     if not missing:
-        return (Part(slice(0, weight.shape[0]), weight, bias),)
+        return (_part(slice(0, weight.shape[0]), weight, bias),)
     outputs = weight.shape[0]
     first = 0 if whole else max(0, outputs + missing - ALIGN)
     own = None if bias is None else bias[first:]
-    last = Part(slice(first, outputs + missing), *_padded(weight[first:], own, missing))
+    last = _part(slice(first, outputs + missing), *_padded(weight[first:], own, missing))
     if not first:
         return (last,)
-    return Part(slice(0, first), weight[:first], None if bias is None else bias[:first]), last
+    return _part(slice(0, first), weight[:first], None if bias is None else bias[:first]), last
+
+
+def _part(columns: slice, weight: Tensor, bias: Tensor | None) -> Part:
+    return Part(columns, weight, weight.t(), bias)
 
 
 def width_of(parts: tuple[Part, ...]) -> int:
@@ -54,23 +81,21 @@ def missing_outputs(weight: Tensor) -> int:
     return -weight.shape[0] % ALIGN if weight.is_cuda else 0
 
 
-def multiply_parts(x: Tensor, parts: tuple[Part, ...], out: Tensor) -> None:
-    """y = x W^T + b [R, P] into ``out``."""
-    for part in parts:
-        y = out[:, part.columns]
+def multiply_parts(x: Tensor, parts: tuple[Part, ...], out: Wide) -> None:
+    """y = x W^T + b into ``out``."""
+    for part, y in zip(parts, out.columns, strict=True):
         if part.bias is None:
-            torch.mm(x, part.weight.t(), out=y)
+            torch.mm(x, part.transposed, out=y)
         else:
-            torch.addmm(part.bias, x, part.weight.t(), out=y)
+            torch.addmm(part.bias, x, part.transposed, out=y)
 
 
-def multiply_back(g: Tensor, parts: tuple[Part, ...], out: Tensor) -> None:
+def multiply_back(g: Wide, parts: tuple[Part, ...], out: Tensor) -> None:
     """g_x = g W [R, I] into ``out``; the few last outputs first, so that the sum is rounded once
     more than one product would only where they have a share in it."""
-    *others, last = parts
-    torch.mm(g[:, last.columns], last.weight, out=out)
-    for part in others:
-        torch.addmm(out, g[:, part.columns], part.weight, out=out)
+    torch.mm(g.columns[-1], parts[-1].weight, out=out)
+    for part, own in zip(parts[:-1], g.columns, strict=False):
+        torch.addmm(out, own, part.weight, out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

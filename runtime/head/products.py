@@ -13,7 +13,8 @@ Their gradients' products are exact. ``both`` and ``gradients_by_rows`` take oth
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from torch import Tensor
 from hot_compile.runtime.head.parts import (
     ALIGN,
     Part,
+    Wide,
     add_product,
     missing_outputs,
     multiply_back,
     multiply_parts,
     parts_of,
+    wide,
     width_of,
 )
 from hot_compile.runtime.head.rows import (
@@ -130,16 +133,19 @@ def both(
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    gradients = _sums_of(x, width_of(parts), wanted)
+    gradients = _Gradients(x, parts, wanted, multiply)
     with _exact(x.device):
-        for rows, g in _row_chunks(x, width_of(parts), wanted[1]):
-            y, theirs = _logits_of(x[rows], parts, g, logits[rows], form)
-            chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
-            chunk_statistics(chunk, statistics[:, rows], theirs)
-            if coefficients is not None:
-                chunk_gradient(chunk, statistics[1, rows], Gradient(g, coefficients[:, rows]))
-                _add_gradients(g, x, parts, rows, gradients, multiply)
-    return statistics, logits, *_without_padding(gradients, outputs)
+        for own, aim, lse, known, scale, theirs, grad_x in gradients.by_rows(
+            (target, 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (logits, 0)
+        ):
+            g = gradients.room(len(own))
+            y, left = _logits_of(own, parts, g, theirs, form)
+            chunk = Chunk(y, outputs, aim, column, form)
+            chunk_statistics(chunk, known, left)
+            if scale is not None:
+                chunk_gradient(chunk, lse, Gradient(g.whole, scale))
+                gradients.add(g, own, grad_x)
+    return statistics, logits, *_without_padding(gradients.sums, outputs)
 
 
 def gradients_by_rows(
@@ -160,43 +166,74 @@ def gradients_by_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``hot::head_gradients`` in chunks of rows, g_w in fp32; its products by ``multiply``."""
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
-    target = _dense(target)
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    gradients = _sums_of(x, width_of(parts), wanted)
+    gradients = _Gradients(x, parts, wanted, multiply)
     with _exact(x.device):
-        for rows, y in _row_chunks(x, width_of(parts), wanted[1]):
-            multiply_parts(x[rows], parts, y)
-            outside = None if extra is None else extra[rows]
-            chunk = Chunk(y, outputs, None if target is None else target[rows], column, form)
-            gradient = Gradient(y, coefficients[:, rows], outside, extra_scale)
-            chunk_gradient(chunk, lse[rows], gradient)
-            _add_gradients(y, x, parts, rows, gradients, multiply)
-    return _without_padding(gradients, outputs)
+        for own, aim, known, scale, outside, grad_x in gradients.by_rows(
+            (_dense(target), 0), (lse, 0), (coefficients, 1), (extra, 0)
+        ):
+            y = gradients.room(len(own))
+            multiply_parts(own, parts, y)
+            chunk = Chunk(y.whole, outputs, aim, column, form)
+            chunk_gradient(chunk, known, Gradient(y.whole, scale, outside, extra_scale))
+            gradients.add(y, own, grad_x)
+    return _without_padding(gradients.sums, outputs)
 
 
-def _add_gradients(
-    g: Tensor,
-    x: Tensor,
-    parts: tuple[Part, ...],
-    rows: slice,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    multiply: Multiply | None,
-) -> None:
-    """What rows whose gradient of y is ``g`` give to (g_x, g_w, g_b), empty if not wanted."""
-    grad_x, grad_weight, grad_bias = gradients
-    first = rows.start == 0  # nothing is there yet to add to
-    own_x, own_weight = multiply(g, x[rows], parts[0].weight) if multiply else (None, None)
-    if own_x is not None:
-        grad_x[rows] = own_x
-    elif grad_x.numel():
-        multiply_back(g, parts, grad_x[rows])
-    if own_weight is not None:
-        grad_weight.copy_(own_weight) if first else grad_weight.add_(own_weight)
-    elif grad_weight.numel():
-        for part in parts:
-            add_product(grad_weight[part.columns], g[:, part.columns].t(), x[rows], first)
-    if grad_bias.numel():
-        grad_bias += g.sum(0, dtype=torch.float32)
+class _Gradients:
+    """g_x, g_w and g_b as chunks of rows make them, and room for a chunk's y, which all use."""
+
+    def __init__(
+        self, x: Tensor, parts: tuple[Part, ...], wanted: list[bool], multiply: Multiply | None
+    ) -> None:
+        self._x, self._parts, self._multiply = x, parts, multiply
+        (rows, inputs), width = x.shape, width_of(parts)
+        self._size = chunk_rows(rows, width, inputs, x.element_size(), wanted[1])
+        self._buffer = x.new_empty((min(self._size, rows), width))
+        self._rooms: dict[int, Wide] = {}
+        self.sums = gradients_of(x, width, wanted, torch.float32)
+        if not rows:
+            self.sums[1].zero_()
+        self._grad_weight = [self.sums[1][part.columns] for part in parts] if wanted[1] else []
+        self._first = True
+
+    def by_rows(self, *others: tuple[Tensor | None, int]) -> Iterable[tuple[Any, ...]]:
+        """Chunks of x, of ``others`` (each with the dimension its rows are in) and of g_x; None
+        for what is not there. Each is cut by one call for all chunks."""
+        if not len(self._x):
+            return ()
+        given = ((self._x, 0), *others, (self.sums[0], 0))
+        return zip(*(self._cut(tensor, dim) for tensor, dim in given), strict=False)
+
+    def _cut(self, tensor: Tensor | None, dim: int) -> Iterable[Tensor | None]:
+        if tensor is None or not tensor.numel():
+            return itertools.repeat(None)
+        return tensor.split(self._size, dim)
+
+    def room(self, rows: int) -> Wide:
+        """For so many rows of y; the next chunk gets it, too."""
+        if rows not in self._rooms:
+            self._rooms[rows] = wide(self._buffer[:rows], self._parts)
+        return self._rooms[rows]
+
+    def add(self, g: Wide, x: Tensor, grad_x: Tensor | None) -> None:
+        """What rows of x whose gradient of y is ``g`` give."""
+        first, self._first = self._first, False  # nothing is there yet to add to
+        own_x = own_weight = None
+        if self._multiply:
+            own_x, own_weight = self._multiply(g.whole, x, self._parts[0].weight)
+        if grad_x is not None and own_x is not None:
+            grad_x.copy_(own_x)
+        elif grad_x is not None:
+            multiply_back(g, self._parts, grad_x)
+        if own_weight is not None:
+            total = self.sums[1]
+            total.copy_(own_weight) if first else total.add_(own_weight)
+        else:
+            for total, own in zip(self._grad_weight, g.transposed, strict=False):
+                add_product(total, own, x, first)
+        if self.sums[2].numel():
+            self.sums[2].add_(g.whole.sum(0, dtype=torch.float32))
 
 
 def _head_gradients(
@@ -229,9 +266,9 @@ def _head_gradients(
             # only the last one may be padded: no more than a chunk is copied
             own = None if bias is None else bias[columns]
             parts = parts_of(weight[columns], own, whole=True)
-            wide = slice(first, first + width_of(parts))
+            made = slice(first, first + width_of(parts))
             y = scratch[:, : width_of(parts)]
-            multiply_parts(x, parts, y)
+            multiply_parts(x, parts, wide(y, parts))
             own = None if column is None else column[columns]
             place = None if target is None else target - first
             outside = None if extra is None else extra[:, columns]
@@ -240,36 +277,30 @@ def _head_gradients(
             if wanted[0]:
                 add_product(sum_x, y, parts[0].weight, first == 0)
             if wanted[1]:
-                torch.mm(y.t(), x, out=grad_weight[wide])
+                torch.mm(y.t(), x, out=grad_weight[made])
             if wanted[2]:
-                torch.sum(y, 0, dtype=torch.float32, out=grad_bias[wide])
+                torch.sum(y, 0, dtype=torch.float32, out=grad_bias[made])
     grad_x = grad_x.copy_(sum_x) if wanted[0] else grad_x
     return _without_padding((grad_x, grad_weight, grad_bias), outputs)
 
 
-def _row_chunks(x: Tensor, outputs: int, grad_weight: bool) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, room for as many rows of y, which the next chunk gets, too), over all rows."""
-    rows, inputs = x.shape
-    size = chunk_rows(rows, outputs, inputs, x.element_size(), grad_weight)
-    buffer = x.new_empty((min(size, rows), outputs))
-    for first in range(0, rows, size):
-        place = slice(first, min(first + size, rows))
-        yield place, buffer[: place.stop - first]
-
-
 def _logits_of(
-    x: Tensor, parts: tuple[Part, ...], room: Tensor, logits: Tensor, form: Form
+    x: Tensor, parts: tuple[Part, ...], room: Wide, logits: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor | None]:
     """(y of some rows, what is still to be written of the caller's ``logits``, if anything).
 
     The product goes straight into them where they are y itself and as wide.
     """
     plain = not form.cap and form.outer == 1
-    if logits.dtype == x.dtype and logits.shape[-1] == room.shape[1] and plain:
-        multiply_parts(x, parts, logits)
+    if logits is not None and plain and _alike(logits, room.whole):
+        multiply_parts(x, parts, wide(logits, parts))
         return logits, None
     multiply_parts(x, parts, room)
-    return room, logits if logits.numel() else None
+    return room.whole, logits
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape
 
 
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -287,14 +318,6 @@ def gradients_of(
         x.new_empty((outputs, x.shape[1]) if wanted[1] else 0, dtype=grad_weight),
         x.new_zeros((outputs,) if wanted[2] else 0, dtype=torch.float32),
     )
-
-
-def _sums_of(x: Tensor, outputs: int, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for what chunks of rows add up: the first one writes, and without any it is zero."""
-    gradients = gradients_of(x, outputs, wanted, torch.float32)
-    if not x.shape[0]:
-        gradients[1].zero_()
-    return gradients
 
 
 def _without_padding(
