@@ -246,8 +246,9 @@ class _Graph:
         once. Dumps are made of every width.
         """
         run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
-        replayed = self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
-        return Budgeted(run, self.budget) if self.budget and not replayed else run
+        fixed = self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+        fixed |= torch._dynamo.config.enable_compiler_collectives  # all processes compile, or none
+        return Budgeted(run, self.budget) if self.budget and not fixed else run
 
     def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
         """Once for every width of a schedule."""

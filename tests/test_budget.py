@@ -365,6 +365,13 @@ def test_a_step_is_compiled_again_with_what_was_measured():
     assert device.restarts == 4
 
 
+def test_no_process_compiles_alone_where_compiling_is_a_collective():
+    device = Device(extra=MIB)
+    with torch._dynamo.config.patch(enable_compiler_collectives=True):
+        device.train(relus(), device.standing + 4 * MIB)
+    assert (len(device.compiled), device.restarts) == (1, 0)
+
+
 def test_graphs_of_one_step_are_corrected_together():
     device = Device(graphs=2, standing=MIB)
     device.train(blocks(Broken), 10 * MIB)
