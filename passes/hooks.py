@@ -60,11 +60,20 @@ Pass = TypeVar("Pass", bound="_Uncopied")
 class _Uncopied:
     """Stays one object where Inductor copies its configuration, as it does to write a trace.
 
-    What a pass holds, fake tensors in graphs among it, must not be copied: that crashed.
+    What a pass holds, fake tensors in graphs among it, must not be copied: that crashed. Nor must
+    it be in the keys of Inductor's caches, for which that pickles its configuration: a listener of
+    ``hot-compile run`` cannot be, and then nothing was cached.
     """
 
     def __deepcopy__(self: Pass, memo: dict[int, Any]) -> Pass:
         return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self.uuid()),)
+
+    def uuid(self) -> Any:
+        """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
+        raise NotImplementedError
 
 
 class JointPass(_Uncopied, CustomGraphPass):
@@ -113,7 +122,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         return True
 
     def uuid(self) -> Any:
-        """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
+        """As for every pass."""
         return _uuid(self._context.identity, self._before)
 
 
@@ -282,7 +291,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         return functorch_config.patch(ban_recompute_materialized_backward=False)
 
     def uuid(self) -> Any:
-        """Key for Inductor's caches."""
+        """As for every pass."""
         return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
 
 
