@@ -170,8 +170,9 @@ def as_table(rows: list[Row], title: str) -> Table:
             table.add_row(row.case, row.config, row.error[:40])
             continue
         peak = row.peak_bytes
-        asked = (f"{row.asked_bytes / 2**20:.0f}", f"{peak / row.asked_bytes:.3f}")
-        asked = asked if row.asked_bytes else ("", "")
+        asked = ("", "")
+        if row.asked_bytes:
+            asked = (f"{row.asked_bytes / 2**20:.0f}", f"{peak / row.asked_bytes:.3f}")
         theirs = at_peak([r for r in rows if r.case == row.case], peak)
         table.add_row(
             *(row.case, row.config, asked[0], f"{peak / 2**20:.0f}", asked[1]),

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .budget import Budget, Budgeted, Ledger, ledger_of
+from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import OBJECTS, HotConfig, Memory, option_names, split_options
 from .errors import OptionError, PassDisabledError
 from .frameworks import trace_past_warnings
@@ -25,7 +25,7 @@ from .observing.monitor import Gauge, Monitor, Watched, monitor_of
 from .observing.watching import Twin, Watch, twin
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
-from .passes.graph import clean_path, module_path
+from .passes.graph import clean_path, module_path, readable
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
@@ -208,7 +208,16 @@ class _Graph:
         counted = next((d for d in self.devices if d.type == "cuda"), self.devices[0])
         ledger = self.ledger(counted, asked)
         share = ledger.share(code_being_compiled(), (self.inputs, key))
+        share.note = share.note or note_of(self._digest(counted, key))
         return Budget(ledger, share, sum(map(bytes_of, given)), 2 * sum(map(bytes_of, trained)))
+
+    def _digest(self, device: torch.device, key: str) -> str:
+        """Of the graph, its inputs and how it is compiled: the same in every process."""
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        patches = sorted((name, repr(value)) for name, value in self.patches.items())
+        identity = _identity(self, self.asked, None)
+        parts = readable(self.gm), key, patches, identity, torch.__version__, gpu
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -246,8 +255,9 @@ class _Graph:
         once. Dumps are made of every width.
         """
         run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
-        replayed = self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
-        return Budgeted(run, self.budget) if self.budget and not replayed else run
+        fixed = self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+        fixed |= torch._dynamo.config.enable_compiler_collectives  # all processes compile, or none
+        return Budgeted(run, self.budget) if self.budget and not fixed else run
 
     def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
         """Once for every width of a schedule."""

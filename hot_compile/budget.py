@@ -8,20 +8,26 @@ again, each with its share of the difference, at most twice (docs/adr/0023).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .observing.auto import forget
 from .observing.watching import compiled_node
 from .passes.storage.within import Allowance, Met
 from .passes.unmet import LESS, tell
+from .runtime.native.build import cache_dir
 from .sizes import memory_text
 
 log = logging.getLogger("hot_compile")
@@ -82,6 +88,29 @@ class Share:
     """It is not measured any more."""
     met: Met | None = None
     """What it was compiled to."""
+    note: Path | None = None
+    """Where a correction is kept for later processes."""
+    first: int | None = None
+    """Bytes that it was allowed by prediction alone."""
+
+    def guess(self, predicted: int) -> int:
+        """Bytes that it may add before any measurement: as an earlier process was corrected."""
+        kept = 0
+        if self.note is not None:
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                kept = int(json.loads(self.note.read_text()))
+        self.first = predicted if self.first is None else self.first
+        return max(0, predicted + kept)
+
+    def keep(self) -> None:
+        """Note by how much it was corrected; what is of several graphs is of that step only."""
+        if self.note is None or self.first is None or not self.corrections or self.between:
+            return
+        with contextlib.suppress(OSError):
+            self.note.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.note.parent, delete=False) as file:
+                json.dump((self.allowed or 0) - self.first, file)
+            Path(file.name).replace(self.note)
 
     def told(self, met: Met) -> None:
         """It was compiled."""
@@ -144,7 +173,8 @@ class Ledger:
         standing = self._meter.allocated() if self._meter else given
         to_come = 0 if self._stepped else max(0, states - max(0, standing - given))
         first = not any(known.met for known in self._shares.values())
-        allowed = self.asked - standing - to_come if share.allowed is None else share.allowed
+        predicted = self.asked - standing - to_come
+        allowed = share.guess(predicted) if share.allowed is None else share.allowed
         between = share.between and share.allowed is not None
         return Allowance(self.asked, standing, to_come, allowed, between, first, share.told)
 
@@ -193,6 +223,7 @@ class Ledger:
             return
         for share in calls:
             share.settled = True
+            share.keep()
         if excess > _TOLERANCE * self.asked:
             tell([_exceeded(peak, self.asked)])
 
@@ -278,7 +309,8 @@ class Budgeted:
 
     def __call__(self, *args: Any) -> Any:
         """One forward."""
-        call = self._budget.ledger.enter(self._budget.share)
+        asked = any(isinstance(a, FakeTensor) for a in args)  # DDP, what its next part is given
+        call = None if asked else self._budget.ledger.enter(self._budget.share)
         if call is None:
             return self._run(*args)
         outputs = self._run(*args)
@@ -298,6 +330,11 @@ def _when_done(node: Any, call: Call) -> None:
         call.over(True)
 
     node.register_hook(done)
+
+
+def note_of(digest: str) -> Path:
+    """The file of a graph's correction: a number of bytes."""
+    return cache_dir() / "budgets" / f"{digest[:32]}.json"
 
 
 @cache

@@ -37,7 +37,15 @@ from hot_compile.passes.steps import Step, run, traced
 from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.rise import Rise
-from hot_compile.passes.storage.within import Allowance, Cut, Way, fit, kept_nodes, saved_sizes
+from hot_compile.passes.storage.within import (
+    Allowance,
+    Cut,
+    Way,
+    fit,
+    kept_nodes,
+    recomputes_collectives,
+    saved_sizes,
+)
 from hot_compile.passes.unmet import check_peak, idle_bits, tell, unmet_budget, unmet_peak
 
 log = logging.getLogger("hot_compile")
@@ -52,11 +60,20 @@ Pass = TypeVar("Pass", bound="_Uncopied")
 class _Uncopied:
     """Stays one object where Inductor copies its configuration, as it does to write a trace.
 
-    What a pass holds, fake tensors in graphs among it, must not be copied: that crashed.
+    What a pass holds, fake tensors in graphs among it, must not be copied: that crashed. Nor must
+    it be in the keys of Inductor's caches, for which that pickles its configuration: a listener of
+    ``hot-compile run`` cannot be, and then nothing was cached.
     """
 
     def __deepcopy__(self: Pass, memo: dict[int, Any]) -> Pass:
         return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self.uuid()),)
+
+    def uuid(self) -> Any:
+        """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
+        raise NotImplementedError
 
 
 class JointPass(_Uncopied, CustomGraphPass):
@@ -105,7 +122,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         return True
 
     def uuid(self) -> Any:
-        """Key for Inductor's caches; None (bypass) if a user's own pass has none."""
+        """As for every pass."""
         return _uuid(self._context.identity, self._before)
 
 
@@ -133,7 +150,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             )
             if observed or allowance is None or self._joint.plan is None:
                 return cut()
-            return self._fitted(allowance, cut)
+            return self._fitted(allowance, cut, not recomputes_collectives(gm.graph))
 
         cut, kept = self._stored(again)
         self._record(cut)
@@ -155,7 +172,9 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         self._context.recorder.finished(self._joint.plan, kept)
         return cut.forward, cut.backward
 
-    def _fitted(self, allowance: Allowance, cut: Callable[..., Partitioned]) -> Partitioned:
+    def _fitted(
+        self, allowance: Allowance, cut: Callable[..., Partitioned], recompute: bool
+    ) -> Partitioned:
         """Cut so that the step adds no more than it may, as far as cutting can do that."""
         halves: dict[Way, Partitioned] = {}
 
@@ -167,7 +186,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             return Cut(way, counted, saved_sizes(saved_pairs(*sizes)))
 
         try:
-            found = fit(allowance.rise, tried, self._context.config.recompute)
+            found = fit(allowance.rise, tried, recompute and self._context.config.recompute)
         except Exception:
             log.warning("hot: a step's peak could not be predicted: no budget", exc_info=True)
             return cut()
@@ -272,7 +291,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         return functorch_config.patch(ban_recompute_materialized_backward=False)
 
     def uuid(self) -> Any:
-        """Key for Inductor's caches."""
+        """As for every pass."""
         return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
 
 

@@ -62,6 +62,17 @@ def test_times_at_the_same_peak(program):
     assert [budget.at_peak(rows, peak) for peak in (400, 200, 100, 50)] == [10.0, 15.0, 20.0, None]
 
 
+def test_a_table_of_rows_with_a_budget_and_without(program):
+    budget = program("budget")
+    asked = budget.Row("a", "hot", 15.0, peak_bytes=50 * 2**20, asked_bytes=100 * 2**20)
+    stock = budget.Row("a", "exact", 10.0, peak_bytes=300 * 2**20)
+    table = budget.as_table([stock, asked, budget.Row("a", "torch:0.5", error="it died")], "")
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells["MiB asked"] == ["", "100", "it died"]
+    assert cells["of asked"] == ["", "0.500", ""]
+    assert cells["MiB peak"] == ["300", "50", ""]
+
+
 def test_against_stock(program, tmp_path):
     """A process a row; what is measured of each configuration stands beside stock's."""
     file, drawing = tmp_path / "rows.json", tmp_path / "rows.png"

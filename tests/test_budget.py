@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hot_compile import budget
 from hot_compile.backend import hot
 from hot_compile.budget import Ledger
 from hot_compile.config import HotConfig
@@ -56,9 +57,10 @@ def images():
     return nn.Sequential(nn.Conv2d(3, 16, 3), norm(), nn.ReLU(), conv(), norm(), nn.ReLU(), conv())
 
 
-def relus():
+def relus(width=64):
     torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.ReLU())))
+    layers = [nn.Linear(64, width), *(nn.Linear(width, width) for _ in range(5))]
+    return nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU())))
 
 
 X = torch.randn(16, 128, 64)
@@ -70,9 +72,10 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(tmp_path, monkeypatch):
     torch._dynamo.reset()
     warn_once.cache_clear()
+    monkeypatch.setattr(budget, "cache_dir", lambda: tmp_path)
 
 
 class Device:
@@ -363,6 +366,30 @@ def test_a_step_is_compiled_again_with_what_was_measured():
     assert abs(device.peak() - second.asked) <= 0.05 * second.asked
     assert max(losses) < 1.1 * min(losses)
     assert device.restarts == 4
+
+
+@pytest.mark.parametrize("error", [MIB, -MIB])
+def test_a_later_process_starts_as_the_last_was_corrected(error):
+    def compiled(factor=1.0, extra=error, width=64, mib=4):
+        torch._dynamo.reset()
+        device = Device(factor=factor, extra=extra)
+        device.train(relus(width), device.standing + int(mib * MIB))
+        return device.compiled
+
+    first, second = compiled()
+    assert [met.rise for met in compiled()] == [second.rise]
+    assert len(compiled(extra=0)) == 2, "it is measured all the same"
+    assert [met.rise for met in compiled(extra=0)] == [first.rise]
+    compiled()
+    assert len(compiled(mib=4.1)) == 2, "another budget starts by its prediction"
+    assert compiled(width=32)[0].most != first.most, "so does another graph"
+
+
+def test_no_process_compiles_alone_where_compiling_is_a_collective():
+    device = Device(extra=MIB)
+    with torch._dynamo.config.patch(enable_compiler_collectives=True):
+        device.train(relus(), device.standing + 4 * MIB)
+    assert (len(device.compiled), device.restarts) == (1, 0)
 
 
 def test_graphs_of_one_step_are_corrected_together():

@@ -29,6 +29,13 @@ for options, profile in map(json.loads, sys.argv[2:]):
     print(seen["autograd_cache_hit"], seen["autograd_cache_miss"], value)
 """
 HIT, MISS = (1, 0), (0, 1)
+LAUNCHED = """
+import torch
+from torch._dynamo.utils import counters
+torch.compile(torch.nn.Linear(64, 64))(torch.randn(40, 64)).sum().backward()
+seen = counters["aot_autograd"]
+print(seen["autograd_cache_hit"], seen["autograd_cache_miss"])
+"""
 
 
 def test_caches_hit_for_the_same_options_and_profile_and_miss_for_others(
@@ -61,3 +68,13 @@ def test_caches_hit_for_the_same_options_and_profile_and_miss_for_others(
     second = run(hot, profiled, int8, ({}, other))
     assert second[:2] == [(HIT, value) for _, value in first]  # bit-equal gradients
     assert [seen for seen, _ in second[2:]] == [MISS, MISS]
+
+
+def test_caches_hit_under_hot_compile_run(tmp_path):
+    """Its listener, which is of this process, is no part of their keys."""
+    script, env = tmp_path / "train.py", own_cache(tmp_path / "cache")
+    script.write_text(LAUNCHED)
+    start = [sys.executable, "-m", "hot_compile", "run", str(script)]
+    runs = [subprocess.run(start, capture_output=True, text=True, env=env) for _ in range(2)]
+    assert [tuple(map(int, run.stdout.split())) for run in runs] == [MISS, HIT], runs[0].stderr
+    assert "pickle" not in "".join(run.stderr for run in runs)

@@ -146,6 +146,20 @@ def _between(allowed: int, low: int, high: int, sizes: Sequence[int]) -> int:
     return max(0, len(sizes) - 1)
 
 
+def recomputes_collectives(graph: fx.Graph) -> bool:
+    """The user has results of collectives recomputed: activation checkpointing around them.
+
+    Whether a backward runs one again depends on what else is kept, and each process has a budget
+    of its own device: they would wait for each other.
+    """
+    policies = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+    return any(
+        getattr(node.target, "namespace", "").startswith("_c10d_functional")
+        and node.meta.get("recompute") in policies
+        for node in graph.nodes
+    )
+
+
 def saved_sizes(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> dict[str, int]:
     """Bytes of what crosses, by name."""
     return {saved.name: bytes_of(saved.meta["val"]) for saved, _ in pairs}
