@@ -39,9 +39,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hot_compile.passes.emit import Emitter
+from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.graph import aten
 from hot_compile.passes.storage.pack import pack, unpack
 from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.runtime.planes import RESTORED_OPERATIONS
 
 WARPS = 4
 HEAD = """import triton
@@ -106,7 +108,8 @@ def pretended(capability: int) -> Iterator[GPUTarget]:
             stack.enter_context(mock.patch.object(torch.cuda, name, double, create=True))
         for module in ("torch._inductor.scheduler", "torch.utils._triton"):
             stack.enter_context(mock.patch(f"{module}.has_triton", return_value=True))
-        stack.enter_context(config.patch(force_disable_caches=True))
+        as_ours = {"force_disable_caches": True, "realize_opcount_threshold": RESTORED_OPERATIONS}
+        stack.enter_context(config.patch(as_ours))
         driver = PretendedDriver(target)
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         yield target
@@ -120,6 +123,7 @@ def written(inputs: list[Tensor], body: Callable[..., tuple[fx.Node, ...]]) -> s
         given[-1].meta["val"] = value
     end = graph.output(())
     end.args = (body(Emitter(graph, end, given[0]), *given),)
+    shorten_functions(graph)
     mode = inputs[0].fake_mode  # type: ignore[attr-defined]
     lowering = GraphLowering(
         fx.GraphModule({}, graph), example_inputs=inputs, shape_env=mode.shape_env

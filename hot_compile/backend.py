@@ -35,16 +35,11 @@ from .passes.site import bytes_of
 from .record import Dump, Heard, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
+from .runtime.planes import RESTORED_OPERATIONS
 from .schedule import Scheduled, current_bits
 
 _DISABLING = "use_joint_graph_passes"
 _REALIZED = "realize_opcount_threshold"
-_RESTORED_OPERATIONS = 96
-"""On a GPU, operations up to which Inductor works a value out anew in each of its readers.
-
-By default 30. Restoring what was stored takes more, with an activation's slope behind it; above
-the threshold it was written to memory in fp32, more bytes than its compression saves, and read.
-"""
 _NEW_GRAPH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 """Compile the graph anew. AOTAutograd's cache heeds these too; kernels found compiled are used."""
 
@@ -165,7 +160,7 @@ class _Graph:
         if self.listener and not observation:
             recorder = Heard(recorder, self.listener)
         if config.memory is not Memory.OFF and self.on_gpu and not observation:
-            patches.setdefault(_REALIZED, _RESTORED_OPERATIONS)
+            patches.setdefault(_REALIZED, RESTORED_OPERATIONS)
         budget = None if observation else self.budget
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report

@@ -35,7 +35,7 @@ for _schema in (
     _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
 
 
-def _decoded(code: Any, scale: Any, do: Any, number: Number, levels: int, root: bool) -> Any:
+def decoded(code: Any, scale: Any, do: Any, number: Number, levels: int, root: bool) -> Any:
     """``code`` (whole, fp32) times ``scale``; if ``root``, (code / levels) ** 4 with its sign.
 
     Codes beyond ``levels`` say infinity, -levels - 2 says NaN.
@@ -93,7 +93,7 @@ FORMS: dict[str, Callable[[Any, Any, Number], Any]] = {
 
 def _restored(code: Tensor, scale: Tensor, levels: int, root: bool) -> Tensor:
     """fp32 numbers from whole fp32 ``code`` and what ``scale`` (fp32) broadcasts to it."""
-    return _decoded(code, scale, torch, float, levels, root)
+    return decoded(code, scale, torch, float, levels, root)
 
 
 def _short_function(x: Tensor, name: str) -> Tensor:
@@ -127,9 +127,9 @@ def lowered() -> bool:
 
     @register_lowering(torch.ops.hot.restored.default, broadcast=True, type_promotion_kind=None)
     def _(code: Any, scale: Any, levels: int, root: bool) -> Any:
-        def decoded(code: Any, scale: Any) -> Any:
-            return _decoded(code, scale, ops, number, levels, root)
+        def element(code: Any, scale: Any) -> Any:
+            return decoded(code, scale, ops, number, levels, root)
 
-        return make_pointwise(decoded)(code, scale)
+        return make_pointwise(element)(code, scale)
 
     return True

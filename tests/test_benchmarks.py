@@ -215,6 +215,13 @@ def test_instructions(program):
     assert all(row.instructions is None or 5 < row.instructions < 150 for row in rows)
 
 
+def test_restoring_takes_no_more_instructions_where_a_row_is_no_multiple_of_a_block(program):
+    counted = program("instructions").main
+    wide, narrow = (counted(schemes="groups6,int4", rows=512, columns=n) for n in (1024, 1536))
+    for one, other in zip(wide, narrow, strict=True):
+        assert other.instructions == pytest.approx(one.instructions, abs=3)
+
+
 def test_packing(program, monkeypatch, tmp_path):
     packing, file = program("packing"), tmp_path / "packing.json"
     monkeypatch.setattr(packing, "WIDTHS", (128,))

@@ -8,10 +8,8 @@ one kernel that reads the tensor once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +18,8 @@ from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.graph import aten
 from hot_compile.passes.storage.layout import MASK_BITS, Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme, Unit
-from hot_compile.runtime.pointwise import lowered
+from hot_compile.runtime import planes, pointwise
+from hot_compile.runtime.planes import WHOLE, WHOLE_WORD
 
 _TINY = 2.0**-120
 _UPPER_HALF = -0x10000
@@ -29,9 +28,7 @@ _NAN_WORD = 0x7FC00000
 _MOST = 4.0
 _STEPS12 = 2046
 _STEPS4 = 15
-_ROUNDING = 1.5 * 2.0**23
-_ROUNDING_WORD = 0x4B400000
-"""The same number's bits."""
+_LEFT, _RIGHT = aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar
 
 
 def pack(
@@ -162,8 +159,8 @@ def _fourth_root(emit: Emitter, size: fx.Node) -> fx.Node:
 def _rounded(emit: Emitter, values: fx.Node) -> fx.Node:
     """Nearest whole numbers as int32, of fp32 below 2 ** 22 in size, by one addition: they are the
     last bits of the sum. Conversions take a GPU as long as eight additions."""
-    bits = _as_int(emit, emit(aten.add.Tensor, values, _ROUNDING))
-    return emit(aten.sub.Tensor, bits, _ROUNDING_WORD)
+    bits = _as_int(emit, emit(aten.add.Tensor, values, WHOLE))
+    return emit(aten.sub.Tensor, bits, WHOLE_WORD)
 
 
 def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: int) -> fx.Node:
@@ -176,15 +173,15 @@ def _number(emit: Emitter, code: fx.Node) -> fx.Node:
     """A whole number below 2 ** 22 in size as fp32: ``_rounded`` backwards where that is faster."""
     if not _on_gpu(code):
         return emit.cast(code, torch.float32)
-    bits = emit(aten.add.Tensor, emit.cast(code, torch.int32), _ROUNDING_WORD)
-    return emit(aten.sub.Tensor, _as_float(emit, bits), _ROUNDING)
+    bits = emit(aten.add.Tensor, emit.cast(code, torch.int32), WHOLE_WORD)
+    return emit(aten.sub.Tensor, _as_float(emit, bits), WHOLE)
 
 
 def _decode(
     emit: Emitter, code: fx.Node, scale: fx.Node, levels: int, root: bool = True
 ) -> fx.Node:
     """Fourth powers of ``code`` over ``levels``, with its sign, times ``scale``; fp32."""
-    lowered()
+    pointwise.lowered()
     scale = emit.cast(scale, torch.float32)
     return emit(torch.ops.hot.restored.default, _number(emit, code), scale, levels, root)
 
@@ -260,8 +257,7 @@ def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
 
 
 def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    decode = functools.partial(_decode, levels=_STEPS12, root=False)
-    return _from_planes(emit, parts, 2, decode)
+    return _from_planes(emit, parts, 2, _STEPS12, root=False)
 
 
 def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
@@ -274,8 +270,7 @@ def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
 
 
 def _unpack_6(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    decode = functools.partial(_decode, levels=Scheme.GROUPS6.spec.levels)
-    return _from_planes(emit, parts, 4, decode)
+    return _from_planes(emit, parts, 4, Scheme.GROUPS6.spec.levels, root=True)
 
 
 def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -298,36 +293,29 @@ def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _from_planes(
-    emit: Emitter, parts: Sequence[fx.Node], pieces: int, decode: Callable[..., fx.Node]
+    emit: Emitter, parts: Sequence[fx.Node], pieces: int, levels: int, root: bool
 ) -> fx.Node:
-    """What ``decode(emit, codes, scale)`` makes of all pieces' codes.
+    """What ``_decode`` makes of all pieces' codes.
 
-    A GPU's kernel finds each element's own code. On a CPU the pieces are restored one by one, in
-    vectors, and put side by side. Either way the result is viewed only once, as what was stored:
-    from views of views Inductor makes indices in which Triton finds no vectors.
+    On a GPU one operator, whose kernel finds each element's own code. On a CPU the pieces are
+    restored one by one, in vectors, and put side by side.
     """
-    *planes, scale = parts
-    high, low = 16 // pieces, 8 // pieces
-
-    def code_of(upper: fx.Node, left: fx.Node | int, lower: fx.Node, right: Any) -> fx.Node:
-        """Shifted up to the sign and down again: a field's number, and what lay below it."""
-        first = _shifted(emit, aten.bitwise_left_shift, upper, left)
-        first = _shifted(emit, aten.bitwise_right_shift, first, 32 - high - low)
-        first = emit(aten.bitwise_and.Scalar, first, -(1 << low))
-        return emit(aten.bitwise_or.Tensor, first, _field(emit, lower, right, bits=low))
-
+    *words, scale = parts
     if _on_gpu(scale):
-        piece = _iota(emit, scale, pieces, step=1)
-        upper, lower = (_beside(emit, plane) for plane in planes)
-        left = emit(aten.add.Tensor, emit(aten.mul.Tensor, piece, -high), 32 - high)
-        code = code_of(upper, left, lower, emit(aten.mul.Tensor, piece, low))
-        return decode(emit, code, emit(aten.unsqueeze.default, scale, -3))
-    wide = [emit.cast(plane, torch.int32) for plane in planes]
+        planes.lowered()
+        return emit(torch.ops.hot.restored_planes.default, *parts, pieces, levels, root)
+    high, low = 16 // pieces, 8 // pieces
+    wide = [emit.cast(word, torch.int32) for word in words]
     restored = []
     for number in range(pieces):
         byte, place = divmod(number, pieces // 2)
-        code = code_of(wide[byte], 32 - high * (place + 1), wide[2], number * low)
-        restored.append(decode(emit, code, scale))
+        # shifted up to the sign and down again: a field's number, and what lay below it
+        code = emit(_LEFT, wide[byte], 32 - high * (place + 1))
+        code = emit(_RIGHT, code, 32 - high - low)
+        code = emit(aten.bitwise_and.Scalar, code, -(1 << low))
+        lower = _field(emit, wide[2], number * low, bits=low)
+        code = emit(aten.bitwise_or.Tensor, code, lower)
+        restored.append(_decode(emit, code, scale, levels, root))
     return emit(aten.cat.default, restored, -2)
 
 
@@ -364,12 +352,8 @@ def _beside(emit: Emitter, plane: fx.Node) -> fx.Node:
 
 
 def _field(emit: Emitter, words: fx.Node, shift: fx.Node | int, bits: int) -> fx.Node:
-    shifted = _shifted(emit, aten.bitwise_right_shift, words, shift)
-    return emit(aten.bitwise_and.Scalar, shifted, (1 << bits) - 1)
-
-
-def _shifted(emit: Emitter, shift: Any, words: fx.Node, by: fx.Node | int) -> fx.Node:
-    return emit(shift.Tensor_Scalar if isinstance(by, int) else shift.Tensor, words, by)
+    by = _RIGHT if isinstance(shift, int) else aten.bitwise_right_shift.Tensor
+    return emit(aten.bitwise_and.Scalar, emit(by, words, shift), (1 << bits) - 1)
 
 
 def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
@@ -394,6 +378,9 @@ def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]
 
 
 def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
+    if _on_gpu(packed):
+        planes.lowered()
+        return emit(torch.ops.hot.restored_nibbles.default, packed, word)
     shift = _iota(emit, packed, 2, step=4)
     step = _field(emit, _beside(emit, packed), shift, bits=4)
     word = emit(aten.unsqueeze.default, word, -3)
@@ -454,6 +441,9 @@ def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> tuple[fx.Node, .
 
 
 def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
+    if _on_gpu(packed):
+        planes.lowered()
+        return emit(torch.ops.hot.restored_bits.default, packed)
     flat = emit(aten.unsqueeze.default, packed, -1)
     shift = _iota(emit, packed, MASK_BITS, step=1)
     return emit.cast(_field(emit, _beside(emit, flat), shift, bits=1), torch.bool)

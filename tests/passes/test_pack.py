@@ -229,22 +229,45 @@ def test_nan_and_infinity_come_back_and_leave_their_neighbours_alone(scheme, com
     assert ((y - x)[~special].norm() / x[~special].norm()) < 0.06
 
 
-@pytest.mark.parametrize("scheme", [Scheme.GROUPS12, *CODED])
+PLANES = (Scheme.GROUPS12, Scheme.GROUPS6)  # these have a lowering of their own
+
+
+@pytest.mark.parametrize(
+    ("scheme", "compiled"),
+    [
+        *((scheme, False) for scheme in (Scheme.GROUPS12, *CODED)),
+        *((scheme, True) for scheme in PLANES),
+    ],
+)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_gpus_form_restores_the_same(scheme, layout, monkeypatch):
+def test_a_gpus_form_restores_the_same(scheme, layout, compiled, monkeypatch):
     """Its planes and its fourth roots, which may move a tie by one step."""
     x = values((3, 32, 8, 32), torch.float32, seed=2, spread=2.0).to(memory_format=layout)
     x[1, 20], x[1, 7, 3, 3], x[2, 9, 0, 0] = torch.nan, torch.inf, -torch.inf
     mine, y = round_trip(x, scheme)
     monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
-    theirs, z = round_trip(x, scheme)
-    planes = scheme in (Scheme.GROUPS6, Scheme.GROUPS12)
+    theirs, z = round_trip(x, scheme, compiled)
+    planes = scheme in PLANES
     codes = [torch.int16, torch.uint8] if planes else [torch.int8]
     assert [t.dtype for t in theirs][:-1] == codes
     assert len(mine) == len(theirs) + planes
     same = (y == z) | (y.isnan() & z.isnan())
     assert (~same).float().mean() < 1e-3
     assert torch.equal(y.isfinite(), z.isfinite())
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.BITS])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpus_operators_restore_the_same_bits(scheme, layout, compiled, monkeypatch):
+    x = values((3, 32, 8, 32), torch.float32, seed=3, spread=2.0).to(memory_format=layout)
+    x = x > 0 if scheme is Scheme.BITS else x
+    mine, y = round_trip(x, scheme, compiled)
+    monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
+    theirs, z = round_trip(x, scheme, compiled)
+    assert all(map(torch.equal, mine, theirs))
+    assert torch.equal(y, z)
+    assert y.stride() == z.stride() == x.stride()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -1,0 +1,248 @@
+"""Restores what shares bytes, on a GPU: each element's own bits, found by its place in memory.
+
+As nodes, restoring would read a plane at an index that Inductor splits by the rows and columns of
+whoever reads. In that Triton finds no vectors unless a row is a multiple of its block: one load an
+element and plane, and twice the instructions. In these operators' lowerings the place is one
+number, and where its bits lie is worked out by operations, which Triton follows.
+
+* ``hot::restored_planes``: codes of 6 or 12 bits that lie in two planes.
+* ``hot::restored_nibbles``: codes of 4 bits.
+* ``hot::restored_bits``: masks.
+
+``passes/storage/pack.py`` writes all of them: a group is cut in pieces, and a word takes the same
+element of each. Importing this registers the operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hot_compile.runtime.pointwise import Number, decoded
+
+RESTORED_OPERATIONS = 112
+"""On a GPU, operations up to which Inductor works a value out anew in each of its readers.
+
+By default 30. Restoring what was stored takes 54, with an activation's slope behind it; above
+the threshold it was written to memory in fp32, more bytes than its compression saves, and read.
+"""
+WHOLE, WHOLE_WORD = 1.5 * 2.0**23, 0x4B400000
+"""fp32's numbers from here on are whole, and the last bits of a sum with this one are the other
+summand; and this number's bits."""
+_UPPER_HALF = -0x10000
+_BITS = 8
+
+_LIBRARY = torch.library.Library("hot", "FRAGMENT")
+for _schema in (
+    "restored_planes(Tensor upper, Tensor lower, Tensor scale, int pieces, int levels, bool root)",
+    "restored_nibbles(Tensor packed, Tensor word)",
+    "restored_bits(Tensor packed)",
+):
+    _LIBRARY.define(f"{_schema} -> Tensor")
+
+
+def _code(upper: Any, lower: Any, piece: Any, do: Any, whole: Number, pieces: int) -> Any:
+    """The signed code of 24 / ``pieces`` bits that is field ``piece`` of both planes' int32 words.
+
+    Its upper bits are shifted up to the sign and down again, so that no bias is needed.
+    """
+    high, low = 16 // pieces, 8 // pieces
+    left = do.sub(whole(32 - high), do.mul(piece, whole(high)))
+    first = do.bitwise_right_shift(do.bitwise_left_shift(upper, left), whole(32 - high - low))
+    first = do.bitwise_and(first, whole(-(1 << low)))
+    return do.bitwise_or(first, _field(lower, piece, do, whole, low))
+
+
+def _field(word: Any, piece: Any, do: Any, whole: Number, bits: int) -> Any:
+    """Field ``piece`` of ``bits`` bits, without a sign."""
+    shifted = do.bitwise_right_shift(word, do.mul(piece, whole(bits)))
+    return do.bitwise_and(shifted, whole((1 << bits) - 1))
+
+
+def _restored_planes(
+    upper: Tensor, lower: Tensor, scale: Tensor, pieces: int, levels: int, root: bool
+) -> Tensor:
+    """fp32 numbers [..., groups * group * lanes] in the order of memory.
+
+    Args:
+        upper: int16 [..., groups, group / pieces, lanes]. lower: uint8, the same shape.
+        scale: bf16 [..., groups, 1, lanes].
+    """
+    piece, whole = _pieces(upper, pieces)
+    high, low = (plane.unsqueeze(-3).to(torch.int32) for plane in (upper, lower))
+    code = _code(high, low, piece, torch, whole, pieces).to(torch.float32)
+    scale = scale.unsqueeze(-3).float()
+    return decoded(code, scale, torch, float, levels, root).flatten(-4)
+
+
+def _restored_nibbles(packed: Tensor, word: Tensor) -> Tensor:
+    """fp32 numbers [..., groups * group * lanes] in the order of memory.
+
+    Args:
+        packed: uint8 [..., groups, group / 2, lanes].
+        word: int32 [..., groups, 1, lanes]: bf16 bits of the scale, then of the minimum.
+    """
+    piece, whole = _pieces(packed, 2)
+    step = _field(packed.unsqueeze(-3).to(torch.int32), piece, torch, whole, 4)
+    word = word.unsqueeze(-3)
+    scale, minimum = (word & _UPPER_HALF).view(torch.float32), (word << 16).view(torch.float32)
+    return (step.to(torch.float32) * scale + minimum).flatten(-4)
+
+
+def _restored_bits(packed: Tensor) -> Tensor:
+    """bool [..., 8 * n] in the order of memory, of uint8 [..., n]."""
+    piece = torch.arange(_BITS, device=packed.device).view(_BITS, 1)
+    return (packed.unsqueeze(-2).to(torch.int32) >> piece & 1).to(torch.bool).flatten(-2)
+
+
+def _pieces(like: Tensor, count: int) -> tuple[Tensor, Number]:
+    piece = torch.arange(count, dtype=torch.int32, device=like.device).view(count, 1, 1)
+    return piece, piece.new_tensor
+
+
+def _fake(plane: Tensor, pieces: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return plane.new_empty((*plane.shape[:-3], math.prod(plane.shape[-3:]) * pieces), dtype=dtype)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("restored_planes", _restored_planes, _device)
+    _LIBRARY.impl("restored_nibbles", _restored_nibbles, _device)
+    _LIBRARY.impl("restored_bits", _restored_bits, _device)
+torch.library.register_fake("hot::restored_planes")(
+    lambda upper, lower, scale, pieces, levels, root: _fake(upper, pieces)
+)
+torch.library.register_fake("hot::restored_nibbles")(lambda packed, word: _fake(packed, 2))
+torch.library.register_fake("hot::restored_bits")(
+    lambda packed: packed.new_empty(
+        (*packed.shape[:-1], packed.shape[-1] * _BITS), dtype=torch.bool
+    )
+)
+
+
+@functools.cache
+def lowered() -> bool:
+    """Teach Inductor the operators; whether it could be taught (lowerings are no stable API).
+
+    If not, it calls them as they are: as right, and slower.
+    """
+    try:
+        from torch._inductor.lowering import register_lowering
+        from torch._inductor.virtualized import ops
+    except ImportError:
+        return False
+    number = functools.partial(ops.constant, dtype=torch.float32)
+    whole = functools.partial(ops.constant, dtype=torch.int32)
+
+    def as_number(code: Any) -> Any:
+        # a whole number becomes fp32 by an addition to its bits: a conversion takes a GPU eight
+        bits = ops.add(code, whole(WHOLE_WORD))
+        return ops.sub(ops.to_dtype_bitcast(bits, torch.float32, torch.int32), number(WHOLE))
+
+    @register_lowering(torch.ops.hot.restored_planes.default, type_promotion_kind=None)
+    def _(upper: Any, lower: Any, scale: Any, pieces: int, levels: int, root: bool) -> Any:
+        def element(words: Sequence[Any], piece: Any) -> Any:
+            high, low = (ops.to_dtype(word, torch.int32) for word in words[:2])
+            code = as_number(_code(high, low, piece, ops, whole, pieces))
+            return decoded(code, ops.to_dtype(words[2], torch.float32), ops, number, levels, root)
+
+        *outer, groups, part, lanes = upper.get_size()
+        place = _Place((*outer, groups), part, lanes, pieces)
+        return place.pointwise((upper, lower), (scale,), element, torch.float32)
+
+    @register_lowering(torch.ops.hot.restored_nibbles.default, type_promotion_kind=None)
+    def _(packed: Any, word: Any) -> Any:
+        def element(words: Sequence[Any], piece: Any) -> Any:
+            step = _field(ops.to_dtype(words[0], torch.int32), piece, ops, whole, 4)
+            scale = ops.bitwise_and(words[1], whole(_UPPER_HALF))
+            minimum = ops.bitwise_left_shift(words[1], whole(16))
+            scale, minimum = (
+                ops.to_dtype_bitcast(bits, torch.float32, torch.int32) for bits in (scale, minimum)
+            )
+            return ops.add(ops.mul(as_number(step), scale), minimum)
+
+        *outer, groups, part, lanes = packed.get_size()
+        place = _Place((*outer, groups), part, lanes, 2)
+        return place.pointwise((packed,), (word,), element, torch.float32)
+
+    @register_lowering(torch.ops.hot.restored_bits.default, type_promotion_kind=None)
+    def _(packed: Any) -> Any:
+        def element(words: Sequence[Any], piece: Any) -> Any:
+            bit = _field(ops.to_dtype(words[0], torch.int32), piece, ops, whole, 1)
+            return ops.to_dtype(bit, torch.bool)
+
+        *outer, part = packed.get_size()
+        return _Place((*outer, 1), part, 1, _BITS).pointwise((packed,), (), element, torch.bool)
+
+    return True
+
+
+class _Place:
+    """Where the bits of an element lie, in Inductor's operations on its place in memory."""
+
+    def __init__(self, outer: Sequence[Any], part: int, lanes: int, pieces: int) -> None:
+        """``outer``: sizes before a group's, the number of groups in a run last."""
+        *self._outer, groups = outer
+        self._run = groups * part * lanes * pieces
+        self._block, self._lanes, self._pieces = part * lanes, lanes, pieces
+
+    def pointwise(
+        self,
+        planes: Sequence[Any],
+        shared: Sequence[Any],
+        element: Callable[[Sequence[Any], Any], Any],
+        dtype: torch.dtype,
+    ) -> Any:
+        """Inductor's value [*outer, run] of ``element(words, piece)``.
+
+        Args:
+            planes: a word for every ``pieces`` elements. shared: one for every group and lane.
+            element: of an element's words of both and which field of the planes' is its own.
+        """
+        from torch._inductor.ir import Pointwise
+        from torch._inductor.virtualized import V, ops
+
+        sizes = [*self._outer, self._run]
+        small = V.graph.sizevars.statically_known_leq(math.prod(sizes), 2**31 - 1)
+        whole_type = torch.int32 if small else torch.int64
+        reads = [_flat_loader(plane) for plane in planes]
+        reads_shared = [_flat_loader(plane) for plane in shared]
+
+        def inner(index: Sequence[Any]) -> Any:
+            linear = 0
+            for at, size in zip(index, sizes, strict=True):
+                linear = linear * size + at
+            place = ops.index_expr(linear, whole_type)
+            block, lanes, pieces = (
+                ops.constant(n, whole_type) for n in (self._block, self._lanes, self._pieces)
+            )
+            piece = ops.to_dtype(ops.mod(ops.truncdiv(place, block), pieces), torch.int32)
+            all_pieces = ops.constant(self._block * self._pieces, whole_type)
+            group = ops.truncdiv(place, all_pieces)
+            word = ops.add(ops.mul(group, block), ops.mod(place, block))
+            if self._lanes > 1:
+                group = ops.add(ops.mul(group, lanes), ops.mod(place, lanes))
+            words = [read(word) for read in reads] + [read(group) for read in reads_shared]
+            return element(words, piece)
+
+        device = planes[0].get_device()
+        return Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=sizes)
+
+
+def _flat_loader(plane: Any) -> Callable[[Any], Any]:
+    """Reads a contiguous tensor of Inductor's at a place that is a value."""
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import ops
+
+    plane.realize()
+    count = math.prod(plane.get_size())
+    load = lowerings[torch.ops.aten.reshape.default](plane, [count]).make_loader()
+
+    def read(place: Any) -> Any:
+        return load([ops.indirect_indexing(place, count, check=False, wrap_neg=False)])
+
+    return read
