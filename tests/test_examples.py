@@ -1,5 +1,6 @@
 """Every example runs as a user would run it; the data loaders read what they say."""
 
+import functools
 import importlib
 import pickle
 import sys
@@ -8,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx
+
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HELPERS = {"common", "data"}
@@ -33,6 +38,23 @@ def test_minimal(example):
     assert 0 < example("minimal").main() < 1
 
 
+@pytest.fixture
+def node_by_node(example, monkeypatch):
+    """Variants are compiled as always, but for Inductor's code."""
+
+    def compiled(variant, model):
+        whole = hot if variant.backend == "hot" else compile_fx
+        backend = functools.partial(whole, inner_compile=run_uncompiled)
+        return torch.compile(model, backend=backend, options=variant.options)
+
+    monkeypatch.setattr(example("common").Variant, "compile", compiled)
+
+
+def test_a_small_gpt_node_by_node(example, tmp_path, node_by_node):
+    """What ``test_quick_training`` sees of it, which lowers it behind ``slow``."""
+    trains(example, tmp_path, "train_char_gpt", "char_gpt.png")
+
+
 @pytest.mark.parametrize(
     ("name", "picture"),
     [
@@ -41,10 +63,14 @@ def test_minimal(example):
         pytest.param(
             "train_resnet_digits --task glyphs", "resnet_glyphs.png", marks=pytest.mark.slow
         ),
-        ("train_char_gpt", "char_gpt.png"),
+        pytest.param("train_char_gpt", "char_gpt.png", marks=pytest.mark.slow),
     ],
 )
 def test_quick_training(example, tmp_path, name, picture):
+    trains(example, tmp_path, name, picture)
+
+
+def trains(example, tmp_path, name, picture):
     name, _, task = name.partition(" --task ")
     exact, hot = example(name).main(quick=True, out=tmp_path, **({"task": task} if task else {}))
     assert (tmp_path / picture).stat().st_size > 1000
