@@ -38,35 +38,39 @@ def test_minimal(example):
     assert 0 < example("minimal").main() < 1
 
 
-@pytest.fixture
-def node_by_node(example, monkeypatch):
-    """Variants are compiled as always, but for Inductor's code."""
+@pytest.mark.parametrize(
+    ("name", "picture", "uncompiled"),
+    [
+        ("train_vit_digits", "vit_digits.png", {"inductor"}),
+        ("train_char_gpt", "char_gpt.png", {"inductor", "hot"}),
+    ],
+)
+def test_quick_training(example, tmp_path, monkeypatch, name, picture, uncompiled):
+    """HOT lowers the ViT as in a user's run; its twin and the GPT run node by node."""
+    variants = example("common").Variant
+    lowered, whole = variants.compile, {"inductor": compile_fx, "hot": hot}
 
     def compiled(variant, model):
-        whole = hot if variant.backend == "hot" else compile_fx
-        backend = functools.partial(whole, inner_compile=run_uncompiled)
+        if variant.backend not in uncompiled:
+            return lowered(variant, model)
+        backend = functools.partial(whole[variant.backend], inner_compile=run_uncompiled)
         return torch.compile(model, backend=backend, options=variant.options)
 
-    monkeypatch.setattr(example("common").Variant, "compile", compiled)
+    monkeypatch.setattr(variants, "compile", compiled)
+    trains(example, tmp_path, name, picture)
 
 
-def test_a_small_gpt_node_by_node(example, tmp_path, node_by_node):
-    """What ``test_quick_training`` sees of it, which lowers it behind ``slow``."""
-    trains(example, tmp_path, "train_char_gpt", "char_gpt.png")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "picture"),
     [
         ("train_vit_digits", "vit_digits.png"),
-        pytest.param("train_resnet_digits", "resnet_digits.png", marks=pytest.mark.slow),
-        pytest.param(
-            "train_resnet_digits --task glyphs", "resnet_glyphs.png", marks=pytest.mark.slow
-        ),
-        pytest.param("train_char_gpt", "char_gpt.png", marks=pytest.mark.slow),
+        ("train_resnet_digits", "resnet_digits.png"),
+        ("train_resnet_digits --task glyphs", "resnet_glyphs.png"),
+        ("train_char_gpt", "char_gpt.png"),
     ],
 )
-def test_quick_training(example, tmp_path, name, picture):
+def test_quick_training_lowered(example, tmp_path, name, picture):
     trains(example, tmp_path, name, picture)
 
 
