@@ -110,7 +110,7 @@ def test_an_operator_that_inductor_decomposes(profile):
     assert len(explain(Net(eye=True), batches()[0][0]).graphs) == 1
 
 
-def test_what_cannot_be_observed_is_refused(monkeypatch):
+def test_what_cannot_be_observed_is_refused(calibrated_node_by_node, monkeypatch):
     monkeypatch.setattr(calibration, "pricing", lambda device: "no runtime for cpu: no compiler")
     with pytest.raises(CalibrationError, match="no compiler"):
         calibrate(Net(), batches(1), loss_of, progress=False)

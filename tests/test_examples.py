@@ -1,5 +1,6 @@
 """Every example runs as a user would run it; the data loaders read what they say."""
 
+import functools
 import importlib
 import pickle
 import sys
@@ -8,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx
+
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HELPERS = {"common", "data"}
@@ -34,17 +39,42 @@ def test_minimal(example):
 
 
 @pytest.mark.parametrize(
+    ("name", "picture", "uncompiled"),
+    [
+        ("train_vit_digits", "vit_digits.png", {"inductor"}),
+        ("train_char_gpt", "char_gpt.png", {"inductor", "hot"}),
+    ],
+)
+def test_quick_training(example, tmp_path, monkeypatch, name, picture, uncompiled):
+    """HOT lowers the ViT as in a user's run; its twin and the GPT run node by node."""
+    variants = example("common").Variant
+    lowered, whole = variants.compile, {"inductor": compile_fx, "hot": hot}
+
+    def compiled(variant, model):
+        if variant.backend not in uncompiled:
+            return lowered(variant, model)
+        backend = functools.partial(whole[variant.backend], inner_compile=run_uncompiled)
+        return torch.compile(model, backend=backend, options=variant.options)
+
+    monkeypatch.setattr(variants, "compile", compiled)
+    trains(example, tmp_path, name, picture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("name", "picture"),
     [
         ("train_vit_digits", "vit_digits.png"),
-        pytest.param("train_resnet_digits", "resnet_digits.png", marks=pytest.mark.slow),
-        pytest.param(
-            "train_resnet_digits --task glyphs", "resnet_glyphs.png", marks=pytest.mark.slow
-        ),
+        ("train_resnet_digits", "resnet_digits.png"),
+        ("train_resnet_digits --task glyphs", "resnet_glyphs.png"),
         ("train_char_gpt", "char_gpt.png"),
     ],
 )
-def test_quick_training(example, tmp_path, name, picture):
+def test_quick_training_lowered(example, tmp_path, name, picture):
+    trains(example, tmp_path, name, picture)
+
+
+def trains(example, tmp_path, name, picture):
     name, _, task = name.partition(" --task ")
     exact, hot = example(name).main(quick=True, out=tmp_path, **({"task": task} if task else {}))
     assert (tmp_path / picture).stat().st_size > 1000

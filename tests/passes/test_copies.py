@@ -76,7 +76,7 @@ class Mixing(nn.Module):
         return x + self.channels(self.norms[1](x))
 
 
-@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_mixer_holds_nothing_large_exact(lower):
     torch.manual_seed(0)
     blocks = 1 if lower else 2  # compiling takes its time for each
