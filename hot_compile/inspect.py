@@ -67,7 +67,10 @@ class Explanation:
         save_page(path, self.graphs, profile=profile)
 
     def table(self) -> Table:
-        """Layer, shape, strategy or refusal and why, saved bytes, predicted gain."""
+        """Layer, shape, strategy or refusal and why, saved bytes, predicted gain.
+
+        Layers of which all is alike but a number in their path are one row, its number a ``*``.
+        """
         title = (
             f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
         )
@@ -75,9 +78,15 @@ class Explanation:
         columns = ("layer", "L x O x I", "strategy", *numbers, "why")
         table = PlainTable(f"{title} products rewritten", *columns, right=set(numbers))
         stored = self._stored_bytes()
+        alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
         for decisions in _folded(self.plan):
             first, *more = _row(decisions[0], stored.pop(decisions[0].site.split("#")[0], 0))
-            table.add(first if len(decisions) == 1 else f"{first} ({len(decisions)}x)", *more)
+            pattern = ".".join("*" if part.isdigit() else part for part in first.split("."))
+            alike.setdefault((pattern, *more), []).append((first, len(decisions)))
+        for (pattern, *more), rows in alike.items():
+            name = rows[0][0] if len(rows) == 1 else pattern
+            count = sum(number for _, number in rows)
+            table.add(name if count == 1 else f"{name} ({count}x)", *more)
         return table
 
     def forms_table(self) -> Table:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-_MODEL = "timm:NAME, or MODULE:FUNCTION, a function of the batch that returns (model, inputs)"
+_MODEL = (
+    "timm:NAME, or MODULE:FUNCTION (also of a file in this folder), a function of the batch that"
+    " returns (model, inputs)"
+)
 _DEVICES = (
     "h200, h100, a100, a10, rtx3090, l4, l40s, rtx4090, cpu, or a file that hot-compile tune made"
 )
@@ -29,6 +33,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
 ) -> None:
     """Predict what would be done to a model, and what a step would hold. Nothing runs."""
+    sys.path.insert(0, str(Path.cwd()))  # as Python does for a script or `python -m`
     from .plan_output import show  # Inductor: seconds that no other command should wait for
 
     show(model, batch, device, dtype, recipe, optimizer, memory, budget, html)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import sys
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_the_command_plans_by_a_file(file_of, tmp_path, monkeypatch):
         "import torch\ndef make(batch):\n"
         "    return torch.nn.Linear(64, 64), (torch.empty(batch, 64),)\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)  # where a user's own file lies
     words = ["plan", "--model", "mine_by_file:make", "--batch", "8", "--device", file_of("A100")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
