@@ -197,6 +197,16 @@ def test_dump_by_environment_variable(tmp_path, monkeypatch):
     assert (tmp_path / "graph_000" / "plan.json").exists()
 
 
+def test_explain_has_one_row_for_layers_alike_but_for_a_number():
+    torch.manual_seed(0)
+    alike = [nn.Linear(64, 64) for _ in range(3)]
+    said = str(explain(nn.Sequential(*alike, nn.Linear(64, 32)), torch.randn(40, 64)))
+    rows = [line.split()[0] for line in said.splitlines() if "40 x" in line]
+    assert len(rows) < 4
+    assert any("*" in row for row in rows)
+    assert f"of {len(alike) + 1} products rewritten" in said
+
+
 def test_explain_prints_a_table_and_changes_nothing(capsys):
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 96), nn.Dropout(0.5), nn.Linear(96, 64))
     x = torch.randn(40, 64)

@@ -5,6 +5,8 @@ After a change to ``RULES``, rerun with ``ACCEPT=1`` in the environment: it writ
 
 import os
 import re
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -108,3 +110,9 @@ def test_the_table_of_readers_is_made_of_the_rules():
     if os.environ.get("ACCEPT"):
         page.write_text(f"{before}{table}\n{after}")
     assert old == f"{table}\n" or os.environ.get("ACCEPT"), "rerun with ACCEPT=1 if intended"
+
+
+def test_measured_tables_are_what_their_json_gives():
+    command = [sys.executable, "benchmarks/pages.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
