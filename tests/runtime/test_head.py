@@ -106,6 +106,23 @@ def test_low_precision_is_as_close_as_the_dtype(dtype):
     assert [t.dtype for t in got] == [torch.float32, dtype, dtype, torch.float32, torch.float32]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 17, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpus_chunks_are_the_definition(form, rows, dtype):
+    given, coefficients = operands(rows, dtype, bias=True, column=True), torch.randn(3, rows) / 50
+    there = [t if t is None else t.cuda() for t in given]
+    scales = coefficients.cuda()
+    got = torch.ops.hot.head_both(*there, scales, *form, dtype, [True] * 3)
+    again = torch.ops.hot.head_gradients(*there, got[0][1], scales, None, 1.0, *form, [True] * 3)
+    statistics, logits, gradients = truth(given, coefficients, form)
+    for one, other in zip(got, (statistics, logits, *gradients), strict=True):
+        close(one.cpu(), other, dtype)
+    for one, other in zip(again, gradients, strict=True):
+        close(one.cpu(), other, dtype)
+
+
 def test_what_is_not_wanted_is_empty():
     given, form = operands(9), FORMS["plain"]
     got = torch.ops.hot.head_both(*given, torch.ones(3, 9), *form, None, [True, False, False])
