@@ -23,9 +23,10 @@ from hot_compile.passes.graph import CASTS, VIEWS, closure, is_pointwise, walk
 from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.readers import MOVES
 from hot_compile.runtime.ops import SCHEMAS
+from hot_compile.runtime.planes import RESTORING
 from hot_compile.runtime.reference.calls import Call, Calls, Optional, Size, Value
 
-_IN_KERNELS = VIEWS | CASTS | MOVES | REDUCTIONS
+_IN_KERNELS = VIEWS | CASTS | MOVES | REDUCTIONS | RESTORING
 _OPERATORS = {getattr(torch.ops.hot, name).default for name in SCHEMAS if name != "layer_calls"}
 
 

@@ -45,6 +45,13 @@ for _schema in (
 ):
     _LIBRARY.define(f"{_schema} -> Tensor")
 
+RESTORING = {
+    torch.ops.hot.restored_planes.default,
+    torch.ops.hot.restored_nibbles.default,
+    torch.ops.hot.restored_bits.default,
+}
+"""What Inductor works out within whichever kernel reads it."""
+
 
 def _code(upper: Any, lower: Any, piece: Any, do: Any, whole: Number, pieces: int) -> Any:
     """The signed code of 24 / ``pieces`` bits that is field ``piece`` of both planes' int32 words.
@@ -188,7 +195,7 @@ class _Place:
         """``outer``: sizes before a group's, the number of groups in a run last."""
         *self._outer, groups = outer
         self._run = groups * part * lanes * pieces
-        self._block, self._lanes, self._pieces = part * lanes, lanes, pieces
+        self._block, self._lanes, self._pieces = int(part * lanes), int(lanes), pieces
 
     def pointwise(
         self,
