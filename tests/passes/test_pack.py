@@ -270,6 +270,17 @@ def test_a_gpus_operators_restore_the_same_bits(scheme, layout, compiled, monkey
     assert y.stride() == z.stride() == x.stride()
 
 
+def test_a_gpus_operators_keep_their_contracts():
+    torch.manual_seed(0)
+    upper = (torch.randint(2**15, (3, 2, 32, 1)) & 0x7777).to(torch.int16)  # no code is NaN's
+    lower = torch.randint(2**8, upper.shape, dtype=torch.uint8)
+    scale = torch.rand(3, 2, 1, 1).to(torch.bfloat16)
+    ops, word = torch.ops.hot, scale.float().view(torch.int32)
+    torch.library.opcheck(ops.restored_planes.default, (upper, lower, scale, 4, 30, True))
+    torch.library.opcheck(ops.restored_nibbles.default, (lower, word))
+    torch.library.opcheck(ops.restored_bits.default, (lower[..., 0],))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_group_of_int4_with_nan_or_inf_comes_back_non_finite_and_alone(bad, compiled):
