@@ -9,6 +9,7 @@ it nothing is known.
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -79,6 +80,19 @@ def _by_own_sum(scaled: fx.Node) -> bool:
         return False
     total = strip(divisor, _FOLLOWED)
     return total.target is aten.sum.dim_IntList and total.args[0] is numbers
+
+
+def sums_to_one(node: fx.Node) -> bool:
+    """``node`` is a softmax over its last dimension: powers of e over their sum."""
+    made = strip(node, VIEWS | CASTS)
+    if made.target is not aten.div.Tensor or not _by_own_sum(made):
+        return False
+    powers, divisor = made.all_input_nodes
+    dims: Any = strip(divisor, _FOLLOWED).args[1]
+    shape = made.meta["val"].shape
+    last = [dim % len(shape) for dim in dims] == [len(shape) - 1]
+    whole = node.meta["val"].shape[-1] == shape[-1]
+    return powers.target is aten.exp.default and last and whole
 
 
 def _by_root(scaled: fx.Node) -> bool:

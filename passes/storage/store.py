@@ -19,6 +19,7 @@ from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
 from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.normalised import sums_to_one
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.readers import kept_dims
 from hot_compile.passes.storage.schemes import Scheme, Unit
@@ -102,6 +103,11 @@ class _Edit:
         arriving = tuple(self._placeholder(part, beside) for part in parts)
         emit = Emitter(self._backward, min(wanted.users), wanted)
         value = unpack(emit, arriving, stored.meta["val"], scheme)
+        if sums_to_one(saved):
+            # a softmax's backward takes from each gradient their mean by these: where a row is
+            # saturated nothing else is left, and what the sum lacks would be all of q's and k's
+            total = emit(aten.sum.dim_IntList, value, [-1], True)
+            value = emit(aten.div.Tensor, value, total)
         wanted.replace_all_uses_with(value)
         self._restored.append(value)
         if mask is not None:
