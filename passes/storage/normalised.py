@@ -90,7 +90,7 @@ def sums_to_one(node: fx.Node) -> bool:
     powers, divisor = made.all_input_nodes
     dims: Any = strip(divisor, _FOLLOWED).args[1]
     shape = made.meta["val"].shape
-    last = [dim % len(shape) for dim in dims] == [len(shape) - 1]
+    last = list(dims) in ([-1], [len(shape) - 1])
     whole = node.meta["val"].shape[-1] == shape[-1]
     return powers.target is aten.exp.default and last and whole
 

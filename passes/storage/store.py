@@ -24,6 +24,9 @@ from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.readers import kept_dims
 from hot_compile.passes.storage.schemes import Scheme, Unit
 
+_LEAST_SUM = 0.5
+"""Of restored probabilities: their rounding loses thousandths, not half of a row."""
+
 
 def store(
     forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, chosen: Mapping[Crosser, Scheme]
@@ -105,9 +108,10 @@ class _Edit:
         value = unpack(emit, arriving, stored.meta["val"], scheme)
         if sums_to_one(saved):
             # a softmax's backward takes from each gradient their mean by these: where a row is
-            # saturated nothing else is left, and what the sum lacks would be all of q's and k's
+            # saturated nothing else is left, and what the sum lacks would be all of q's and k's;
+            # a row that was rounded away, beside larger ones of its groups, is no 0 / 0
             total = emit(aten.sum.dim_IntList, value, [-1], True)
-            value = emit(aten.div.Tensor, value, total)
+            value = emit(aten.div.Tensor, value, emit(aten.clamp_min.default, total, _LEAST_SUM))
         wanted.replace_all_uses_with(value)
         self._restored.append(value)
         if mask is not None:
