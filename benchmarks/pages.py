@@ -115,7 +115,8 @@ def main(
         after = filled(before)
         if check and after != before:
             sys.exit(f"{page.relative_to(ROOT)} is not what its JSON gives: run {sys.argv[0]}")
-        page.write_text(after, encoding="utf-8")
+        if not check:
+            page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.pointwise import Number, decoded
+from hot_compile.runtime.pointwise import Number, decoded, taught
 
 RESTORED_OPERATIONS = 112
 """On a GPU, operations up to which Inductor works a value out anew in each of its readers.
@@ -34,8 +34,9 @@ the threshold it was written to memory in fp32, more bytes than its compression 
 WHOLE, WHOLE_WORD = 1.5 * 2.0**23, 0x4B400000
 """fp32's numbers from here on are whole, and the last bits of a sum with this one are the other
 summand; and this number's bits."""
-_UPPER_HALF = -0x10000
-_BITS = 8
+UPPER_HALF = -0x10000
+"""Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
+MASK_BITS = 8
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (
@@ -97,13 +98,13 @@ def _restored_nibbles(packed: Tensor, word: Tensor) -> Tensor:
     piece, whole = _pieces(packed, 2)
     step = _field(packed.unsqueeze(-3).to(torch.int32), piece, torch, whole, 4)
     word = word.unsqueeze(-3)
-    scale, minimum = (word & _UPPER_HALF).view(torch.float32), (word << 16).view(torch.float32)
+    scale, minimum = (word & UPPER_HALF).view(torch.float32), (word << 16).view(torch.float32)
     return (step.to(torch.float32) * scale + minimum).flatten(-4)
 
 
 def _restored_bits(packed: Tensor) -> Tensor:
     """bool [..., 8 * n] in the order of memory, of uint8 [..., n]."""
-    piece = torch.arange(_BITS, device=packed.device).view(_BITS, 1)
+    piece = torch.arange(MASK_BITS, device=packed.device).view(MASK_BITS, 1)
     return (packed.unsqueeze(-2).to(torch.int32) >> piece & 1).to(torch.bool).flatten(-2)
 
 
@@ -126,22 +127,17 @@ torch.library.register_fake("hot::restored_planes")(
 torch.library.register_fake("hot::restored_nibbles")(lambda packed, word: _fake(packed, 2))
 torch.library.register_fake("hot::restored_bits")(
     lambda packed: packed.new_empty(
-        (*packed.shape[:-1], packed.shape[-1] * _BITS), dtype=torch.bool
+        (*packed.shape[:-1], packed.shape[-1] * MASK_BITS), dtype=torch.bool
     )
 )
 
 
-@functools.cache
-def lowered() -> bool:
-    """Teach Inductor the operators; whether it could be taught (lowerings are no stable API).
+@taught
+def lowered() -> None:
+    """Teach Inductor the three operators."""
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import ops
 
-    If not, it calls them as they are: as right, and slower.
-    """
-    try:
-        from torch._inductor.lowering import register_lowering
-        from torch._inductor.virtualized import ops
-    except ImportError:
-        return False
     number = functools.partial(ops.constant, dtype=torch.float32)
     whole = functools.partial(ops.constant, dtype=torch.int32)
 
@@ -165,7 +161,7 @@ def lowered() -> bool:
     def _(packed: Any, word: Any) -> Any:
         def element(words: Sequence[Any], piece: Any) -> Any:
             step = _field(ops.to_dtype(words[0], torch.int32), piece, ops, whole, 4)
-            scale = ops.bitwise_and(words[1], whole(_UPPER_HALF))
+            scale = ops.bitwise_and(words[1], whole(UPPER_HALF))
             minimum = ops.bitwise_left_shift(words[1], whole(16))
             scale, minimum = (
                 ops.to_dtype_bitcast(bits, torch.float32, torch.int32) for bits in (scale, minimum)
@@ -183,9 +179,7 @@ def lowered() -> bool:
             return ops.to_dtype(bit, torch.bool)
 
         *outer, part = packed.get_size()
-        return _Place((*outer, 1), part, 1, _BITS).pointwise((packed,), (), element, torch.bool)
-
-    return True
+        return _Place((*outer, 1), part, 1, MASK_BITS).pointwise((packed,), (), element, torch.bool)
 
 
 class _Place:

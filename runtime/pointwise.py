@@ -108,17 +108,30 @@ torch.library.register_fake("hot::restored")(lambda code, scale, levels, root: c
 torch.library.register_fake("hot::short_function")(lambda x, name: x.abs())
 
 
-@functools.cache
-def lowered() -> bool:
-    """Teach Inductor the operators; whether it could be taught (lowerings are no stable API).
+def taught(register: Callable[[], None]) -> Callable[[], bool]:
+    """``register``, run once: it teaches Inductor operators; the result says whether it could.
 
-    If not, it calls them as they are: as right, and slower.
+    Lowerings are no stable API. Where they cannot be imported, Inductor calls the operators as they
+    are: as right, and slower.
     """
-    try:
-        from torch._inductor.lowering import make_pointwise, register_lowering
-        from torch._inductor.virtualized import ops
-    except ImportError:
-        return False
+
+    @functools.cache
+    def lowered() -> bool:
+        try:
+            register()
+        except ImportError:
+            return False
+        return True
+
+    return lowered
+
+
+@taught
+def lowered() -> None:
+    """Teach Inductor the two operators."""
+    from torch._inductor.lowering import make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
     number = functools.partial(ops.constant, dtype=torch.float32)
 
     @register_lowering(torch.ops.hot.short_function.default, type_promotion_kind=None)
@@ -131,5 +144,3 @@ def lowered() -> bool:
             return decoded(code, scale, ops, number, levels, root)
 
         return make_pointwise(element)(code, scale)
-
-    return True

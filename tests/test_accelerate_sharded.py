@@ -7,11 +7,13 @@ import sys
 
 import pytest
 from own_cache import own_cache
+from script_block import BLOCK
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("accelerate")
 
-SCRIPT = """
+SCRIPT = (
+    """
 import sys
 import torch
 from accelerate import Accelerator
@@ -21,15 +23,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
 how, backend = sys.argv[1:]
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x):
-        return x + self.b(F.gelu(self.a(x)))
-
+"""
+    + BLOCK
+    + """
 torch.manual_seed(0)
 model, x = nn.Sequential(Block(), Block()), torch.randn(256, 64)
 names = list(model.state_dict())
@@ -69,6 +65,7 @@ if accelerator.is_main_process:
     print("losses", losses)
 accelerator.end_training()
 """
+)
 
 
 def ran(folder, how, backend):

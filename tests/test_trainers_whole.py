@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from script_block import BLOCK
 from torch import nn
 
 from hot_compile.backend import hot
@@ -178,25 +179,21 @@ def test_lightning(tmp_path, precision):
     agree(train)
 
 
-LIGHTNING = """
+LIGHTNING = (
+    """
 import sys
 import lightning
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from script_block import BLOCK
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 strategy, backend = sys.argv[1:]
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x):
-        return x + self.b(F.gelu(self.a(x)))
-
+"""
+    + BLOCK
+    + """
 class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
@@ -227,6 +224,7 @@ trainer.fit(module, data)
 if trainer.global_rank == 0:
     print("loss", module.last.item())
 """
+)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

@@ -14,12 +14,12 @@ from torch import Tensor
 from hot_compile.passes.graph import CHANNEL_DIM, IMAGE_DIMS
 from hot_compile.passes.site import bytes_of, hint
 from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.runtime.planes import MASK_BITS
 
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
 _NARROWEST = 8
-MASK_BITS = 8
 MEAN_BYTES = 4
 
 

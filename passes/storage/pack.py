@@ -16,14 +16,12 @@ from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.graph import aten
-from hot_compile.passes.storage.layout import MASK_BITS, Layout, layout_of
+from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme, Unit
 from hot_compile.runtime import planes, pointwise
-from hot_compile.runtime.planes import WHOLE, WHOLE_WORD
+from hot_compile.runtime.planes import MASK_BITS, UPPER_HALF, WHOLE, WHOLE_WORD
 
 _TINY = 2.0**-120
-_UPPER_HALF = -0x10000
-"""Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
 _NAN_WORD = 0x7FC00000
 _MOST = 4.0
 _STEPS12 = 2046
@@ -384,7 +382,7 @@ def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
     shift = _iota(emit, packed, 2, step=4)
     step = _field(emit, _beside(emit, packed), shift, bits=4)
     word = emit(aten.unsqueeze.default, word, -3)
-    scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, _UPPER_HALF))
+    scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, UPPER_HALF))
     minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
     scaled = emit(aten.mul.Tensor, _number(emit, step), scale)
     return emit(aten.add.Tensor, scaled, minimum)
@@ -396,7 +394,7 @@ def _scale_word(emit: Emitter, width: fx.Node) -> fx.Node:
     Rounded by hand, on the bits: Inductor keeps a value it casts to bf16 and back in fp32.
     """
     bits = _as_int(emit, width)
-    up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), _UPPER_HALF)
+    up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), UPPER_HALF)
     finite = emit(aten.lt.Scalar, width, math.inf)
     return emit(aten.where.self, finite, up, _constant(emit, _NAN_WORD, like=bits))
 
@@ -405,7 +403,7 @@ def _minimum_word(emit: Emitter, low: fx.Node) -> fx.Node:
     """Bits of ``low`` rounded down to bf16: away from zero where it is negative."""
     bits = _as_int(emit, low)
     away = emit(aten.where.self, emit(aten.lt.Scalar, low, 0.0), *_constants(emit, bits))
-    return emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, away), _UPPER_HALF)
+    return emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, away), UPPER_HALF)
 
 
 def _constants(emit: Emitter, like: fx.Node) -> tuple[fx.Node, fx.Node]:
