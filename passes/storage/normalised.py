@@ -9,7 +9,7 @@ it nothing is known.
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
+from typing import cast
 
 import torch
 from torch import fx
@@ -28,6 +28,15 @@ _BOUNDED = {
 }
 _FOLLOWED = VIEWS | CASTS | {aten.clamp_min.default, aten.clamp.default, aten.reciprocal.default}
 _PLACED = VIEWS | CASTS | {aten.as_strided.default}
+_SAME = CASTS | {
+    aten.permute.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.expand.default,
+}
 _SCALES = {aten.mul.Tensor, aten.div.Tensor}
 
 
@@ -82,17 +91,48 @@ def _by_own_sum(scaled: fx.Node) -> bool:
     return total.target is aten.sum.dim_IntList and total.args[0] is numbers
 
 
-def sums_to_one(node: fx.Node) -> bool:
-    """``node`` is a softmax over its last dimension: powers of e over their sum."""
-    made = strip(node, VIEWS | CASTS)
-    if made.target is not aten.div.Tensor or not _by_own_sum(made):
-        return False
-    powers, divisor = made.all_input_nodes
-    dims: Any = strip(divisor, _FOLLOWED).args[1]
-    shape = made.meta["val"].shape
-    last = list(dims) in ([-1], [len(shape) - 1])
-    whole = node.meta["val"].shape[-1] == shape[-1]
-    return powers.target is aten.exp.default and last and whole
+def summed_by_softmax(node: fx.Node) -> tuple[int, bool] | None:
+    """(dimension of ``node``, whether it is 1) whose sum a softmax over it relies on.
+
+    1 is the sum of its probabilities, but for rows that are masked as a whole and all zero; powers
+    of e have the sum that they are divided by. None of anything else.
+    """
+    if node.target in _SAME:
+        (source,) = node.all_input_nodes
+        found = summed_by_softmax(source)
+        dim = found and _moved(node, source, found[0])
+        return None if found is None or dim is None else (dim, found[1])
+    if node.target is aten.where.self:
+        given = (n for n in node.args[1:] if isinstance(n, fx.Node))
+        return next(filter(None, map(summed_by_softmax, given)), None)
+    if node.target is aten.exp.default:
+        dims = (_softmax_dim(quotient) for quotient in node.users)
+        return next(((dim, False) for dim in dims if dim is not None), None)
+    dim = _softmax_dim(node)
+    return None if dim is None else (dim, True)
+
+
+def _moved(view: fx.Node, source: fx.Node, dim: int) -> int | None:
+    """Where ``view`` has the dimension ``dim`` of ``source``; None if it is cut, or not known."""
+    if view.target is aten.permute.default:
+        order = [d % len(view.args[1]) for d in view.args[1]]
+        return order.index(dim)
+    was, now = source.meta["val"].shape, view.meta["val"].shape
+    if view.target in CASTS:
+        return dim
+    last = len(now) - 1
+    return last if dim == len(was) - 1 and now and now[last] == was[dim] else None
+
+
+def _softmax_dim(quotient: fx.Node) -> int | None:
+    """The dimension over which powers of e are divided by their own sum."""
+    if quotient.target is not aten.div.Tensor or not _by_own_sum(quotient):
+        return None
+    powers, divisor = quotient.all_input_nodes
+    dims = cast(list[int], strip(divisor, _FOLLOWED).args[1])
+    if powers.target is not aten.exp.default or len(dims) != 1:
+        return None
+    return dims[0] % quotient.meta["val"].dim()
 
 
 def _by_root(scaled: fx.Node) -> bool:

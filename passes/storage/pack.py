@@ -87,6 +87,30 @@ def unpack_mask(emit: Emitter, packed: fx.Node, like: Tensor, scheme: Scheme) ->
     return _laid_out(emit, mask, packed, like, scheme)
 
 
+def totals(
+    emit: Emitter, x: fx.Node, parts: tuple[fx.Node, ...], scheme: Scheme, dim: int
+) -> fx.Node:
+    """What ``x`` will sum to along ``dim``, which is kept, when it is restored; fp32.
+
+    Where that is made of whole groups, by the kernel that packs them.
+    """
+    fake = x.meta["val"]
+    layout = layout_of(fake, scheme)
+    assert isinstance(layout, Layout), layout
+    length, (*_, innermost) = fake.shape[dim], layout.order
+    along = bool(layout.cut) and layout.cut[2] == 1 and innermost == dim
+    if scheme is not Scheme.GROUPS12 or not along or length % layout.cut[1]:
+        values = emit.cast(unpack(emit, parts, fake, scheme), torch.float32)
+        return emit(aten.sum.dim_IntList, values, [dim], True)
+    codes, scale = _codes_12(emit, x, layout)
+    numbers = (emit.cast(code, torch.float32) for code in codes)
+    sums = (emit(aten.sum.dim_IntList, number, [-2], True) for number in numbers)
+    total = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), scale)
+    shape = [emit.size(x, outer) for outer in layout.order[:-1]]
+    groups = emit(aten.view.default, total, [*shape, length // layout.cut[1]])
+    return emit(aten.sum.dim_IntList, emit.permute(groups, layout.inverse), [dim], True)
+
+
 def _cut(emit: Emitter, x: fx.Node, layout: Layout) -> fx.Node:
     """The view of ``x`` in which scales are found."""
     memory = emit.permute(x, layout.order)
@@ -240,6 +264,12 @@ def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
 
 
 def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
+    codes, scale = _codes_12(emit, x, layout)
+    return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
+
+
+def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node], fx.Node]:
+    """(codes of each piece, int32; scales of the groups)."""
     pieces = _pieces(emit, _cut(emit, x, layout), 2)
     width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
     scale = _as_float(emit, _scale_word(emit, width))
@@ -251,7 +281,7 @@ def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
         for bound, op in ((_STEPS12 + 1.0, aten.minimum), (-_STEPS12 - 1.0, aten.maximum)):
             step = emit(op.default, step, _constant(emit, bound, like=step))
         codes.append(_or_nan(emit, _rounded(emit, step), share, -_STEPS12 - 2))
-    return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
+    return codes, scale
 
 
 def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:

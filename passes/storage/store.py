@@ -19,13 +19,10 @@ from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
 from hot_compile.passes.storage.layout import Layout, layout_of
-from hot_compile.passes.storage.normalised import sums_to_one
-from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
+from hot_compile.passes.storage.normalised import summed_by_softmax
+from hot_compile.passes.storage.pack import pack, totals, unpack, unpack_mask
 from hot_compile.passes.storage.readers import kept_dims
 from hot_compile.passes.storage.schemes import Scheme, Unit
-
-_LEAST_SUM = 0.5
-"""Of restored probabilities: their rounding loses thousandths, not half of a row."""
 
 
 def store(
@@ -103,15 +100,13 @@ class _Edit:
         stored = in_order(emit, saved)
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
         parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
+        shares = _share_of_sum(emit, saved, stored, parts, scheme)
         arriving = tuple(self._placeholder(part, beside) for part in parts)
+        kept = shares and self._placeholder(shares, beside)
         emit = Emitter(self._backward, min(wanted.users), wanted)
         value = unpack(emit, arriving, stored.meta["val"], scheme)
-        if sums_to_one(saved):
-            # a softmax's backward takes from each gradient their mean by these: where a row is
-            # saturated nothing else is left, and what the sum lacks would be all of q's and k's;
-            # a row that was rounded away, beside larger ones of its groups, is no 0 / 0
-            total = emit(aten.sum.dim_IntList, value, [-1], True)
-            value = emit(aten.div.Tensor, value, emit(aten.clamp_min.default, total, _LEAST_SUM))
+        if kept:
+            value = emit(aten.mul.Tensor, value, emit.cast(kept, value.meta["val"].dtype))
         wanted.replace_all_uses_with(value)
         self._restored.append(value)
         if mask is not None:
@@ -119,7 +114,7 @@ class _Edit:
             mask.node.replace_all_uses_with(outcome)
             self._backward.erase_node(mask.node)
             self._restored.append(outcome)
-        return parts
+        return parts if shares is None else (*parts, shares)
 
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
         with self._backward.inserting_before(beside):
@@ -146,6 +141,28 @@ class _Edit:
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+
+def _share_of_sum(
+    emit: Emitter, saved: fx.Node, stored: fx.Node, parts: tuple[fx.Node, ...], scheme: Scheme
+) -> fx.Node | None:
+    """What restored rows are to be multiplied by so that they sum to what they did, fp32, or None.
+
+    A softmax's backward takes from each gradient their mean by its probabilities: where a row is
+    saturated nothing else is left, and what their sum lacks would be all of q's and k's gradient.
+    """
+    summed = None if scheme is Scheme.BITS else summed_by_softmax(saved)
+    if summed is None:
+        return None
+    dim, is_one = summed
+    total = totals(emit, stored, parts, scheme, dim)
+    one = emit(aten.full_like.default, total, 1.0)
+    due = (
+        one if is_one else emit(aten.sum.dim_IntList, emit.cast(stored, torch.float32), [dim], True)
+    )
+    # a row that was rounded away, beside larger ones of its groups, is no 1 / 0
+    sound = emit(aten.gt.Tensor, emit(aten.mul.Tensor, total, 2.0), due)
+    return emit(aten.where.self, sound, emit(aten.div.Tensor, due, total), one)
 
 
 def _make(mask: Mask, emit: Emitter) -> fx.Node:
