@@ -2,13 +2,19 @@
 
 ``passes/exact/casts.py`` puts it in the place of the casts of a model's weights under autocast, of
 which there are a hundred and more a step, each a kernel of its own that runs for a microsecond.
-Importing this registers it.
+Inductor makes one kernel of it (``lowered``), whose results it allocates itself: called as an
+operator it costs the host ten times that. Importing this registers it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from hot_compile.runtime.pointwise import taught
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 _LIBRARY.define(
@@ -31,3 +37,20 @@ def _cast_shapes(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("cast_together", _cast_together, _device)
 torch.library.register_fake("hot::cast_together")(_cast_shapes)
+
+
+@taught
+def lowered() -> None:
+    """Teach Inductor the operator: as it lowers PyTorch's own operators on lists of tensors."""
+    from torch._inductor.codegen.common import BackendFeature
+    from torch._inductor.lowering import register_lowering, to_dtype
+    from torch._inductor.virtualized import V
+
+    @register_lowering(torch.ops.hot.cast_together.default, type_promotion_kind=None)
+    def _(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+        made = [to_dtype(tensor, dtype, copy=True) for tensor in tensors]
+        if V.graph.has_feature(tensors[0].get_device(), BackendFeature.FOREACH):
+            for one in made:
+                one.realize()
+            V.graph.register_operation_list([one.get_operation_name() for one in made])
+        return made

@@ -15,7 +15,7 @@ from torch import fx
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import VIEWS, aten, is_ours, value_of
 from hot_compile.passes.site import bytes_of
-from hot_compile.runtime import casts as _registered  # noqa: F401
+from hot_compile.runtime import casts
 
 _CAST = torch.ops.prims.convert_element_type.default
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -27,6 +27,7 @@ _MOST_DIMS = 2
 
 def cast_together(graph: fx.Graph) -> int:
     """Group the casts of ``graph``'s inputs in place; returns how many are in groups."""
+    casts.lowered()
     count = 0
     for group in list(_groups(graph)):
         emit = Emitter(graph, group[0], group[0])

@@ -115,8 +115,8 @@ def summed_by_softmax(node: fx.Node) -> tuple[int, bool] | None:
 def _moved(view: fx.Node, source: fx.Node, dim: int) -> int | None:
     """Where ``view`` has the dimension ``dim`` of ``source``; None if it is cut, or not known."""
     if view.target is aten.permute.default:
-        order = [d % len(view.args[1]) for d in view.args[1]]
-        return order.index(dim)
+        order = cast(list[int], view.args[1])
+        return [d % len(order) for d in order].index(dim)
     was, now = source.meta["val"].shape, view.meta["val"].shape
     if view.target in CASTS:
         return dim
