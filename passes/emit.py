@@ -99,6 +99,12 @@ class Emitter:
             return node
         return self(prims.convert_element_type.default, node, dtype)
 
+    def constant(self, value: float, like: fx.Node) -> fx.Node:
+        """``value`` as a tensor without dimensions, of the dtype and on the device of ``like``."""
+        fake = like.meta["val"]
+        kind = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+        return self(aten.full.default, [], value, **kind)
+
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         """``node`` with its dimensions in this order."""
         if list(order) == list(range(len(order))):

@@ -14,7 +14,7 @@ from hot_compile.passes.head.linear import ScalarTangent
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.head.quantised import EXACT, By, by, problem
 from hot_compile.passes.site import bytes_of, hint
-from hot_compile.runtime.head.products import chunk_columns, chunk_rows
+from hot_compile.runtime.head.products import chunk_rows
 
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
 LAYERS_BY_OVERRIDE = "its products are a layer's by override: "
@@ -74,7 +74,7 @@ def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> Hea
         way=way,
         reason=reason,
         logits_bytes=bytes_of(found.value),
-        chunk_bytes=_chunk_bytes(found, hint(rows), hint(outputs), hint(inputs), itemsize, way),
+        chunk_bytes=_chunk_bytes(found, hint(rows), hint(outputs), hint(inputs), itemsize),
         returned=isinstance(found, Head) and bool(found.returned),
         by=by(strategy, config),
     )
@@ -117,10 +117,6 @@ def _way(found: Head) -> tuple[str, str]:
     return FORWARD, "the loss's gradient is one number"
 
 
-def _chunk_bytes(
-    found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int, way: str
-) -> int:
-    if way == BACKWARD:
-        return rows * min(outputs, chunk_columns(rows, outputs, itemsize)) * itemsize
+def _chunk_bytes(found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int) -> int:
     wanted = isinstance(found, Head) and bool(found.grad_weights)
     return chunk_rows(rows, outputs, inputs, itemsize, wanted) * outputs * itemsize

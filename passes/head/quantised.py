@@ -18,7 +18,7 @@ from hot_compile.runtime.head.products import (
     SCHEMAS,
     both,
     fake_both,
-    gradients_by_rows,
+    gradients,
     gradients_of,
 )
 
@@ -72,7 +72,7 @@ def _head_both_by(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _head_gradients_by(*args: Any) -> tuple[Tensor, ...]:
-    return gradients_by_rows(*_multiplying(*args))
+    return gradients(*_multiplying(*args))
 
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
@@ -91,7 +91,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.library.register_fake("hot::head_gradients_by")
 def _(*args: Any) -> tuple[Tensor, ...]:
     x, weight, wanted = args[0], args[1], args[-6]
-    return gradients_of(x, weight.shape[0], wanted, torch.float32)
+    return gradients_of(x, weight.shape[0], wanted)
 
 
 IN_FORWARD = {torch.ops.hot.head_both.default, torch.ops.hot.head_both_by.default}

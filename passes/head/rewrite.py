@@ -136,7 +136,6 @@ class _Rewrite:
         made = emit(
             op,
             *self._given(emit),
-            emit(aten.select.int, statistics, 0, 1),
             self._coefficients(write),
             extra,
             head.coefficients.extra_scale,

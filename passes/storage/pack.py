@@ -156,7 +156,7 @@ def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
     """Magnitudes; 0 for what is not finite, whose neighbours keep their digits."""
     size = emit(aten.abs.default, values)
     finite = emit(aten.lt.Scalar, size, math.inf)
-    return emit(aten.where.self, finite, size, _constant(emit, 0.0, like=size))
+    return emit(aten.where.self, finite, size, emit.constant(0.0, like=size))
 
 
 def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) -> fx.Node:
@@ -164,7 +164,7 @@ def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) ->
     rounded. One more is infinity, and -levels - 2 is NaN."""
     share = emit(aten.mul.Tensor, values, reciprocal)
     root = _fourth_root(emit, emit(aten.abs.default, share))
-    largest = _constant(emit, (levels + 1) / levels, like=root)
+    largest = emit.constant((levels + 1) / levels, like=root)
     usual = emit(aten.lt.Tensor, root, largest)
     root = emit(aten.where.self, usual, root, largest)
     signed = emit(aten.copysign.Tensor, root, share)
@@ -188,7 +188,7 @@ def _rounded(emit: Emitter, values: fx.Node) -> fx.Node:
 def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: int) -> fx.Node:
     """``code``, but ``nan`` where ``share`` is not a number."""
     number = emit(aten.eq.Tensor, share, share)
-    return emit(aten.where.self, number, code, _constant(emit, nan, like=code))
+    return emit(aten.where.self, number, code, emit.constant(nan, like=code))
 
 
 def _number(emit: Emitter, code: fx.Node) -> fx.Node:
@@ -241,7 +241,7 @@ def _less_column_means(
     share = emit(aten.div.Tensor, most, emit(aten.clamp_min.default, width, _TINY))
     share = emit(aten.clamp_max.default, share, 1.0)
     finite = emit(aten.lt.Scalar, emit(aten.abs.default, values), math.inf)
-    counted = emit(aten.where.self, finite, values, _constant(emit, 0.0, like=values))
+    counted = emit(aten.where.self, finite, values, emit.constant(0.0, like=values))
     counted = emit(aten.mul.Tensor, counted, share)
     mean = emit.from_memory(emit(aten.mean.dim, counted, others, True))
     return emit(aten.sub.Tensor, values, mean), (mean,)
@@ -279,7 +279,7 @@ def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node],
         share = emit(aten.mul.Tensor, piece, reciprocal)
         step = share
         for bound, op in ((_STEPS12 + 1.0, aten.minimum), (-_STEPS12 - 1.0, aten.maximum)):
-            step = emit(op.default, step, _constant(emit, bound, like=step))
+            step = emit(op.default, step, emit.constant(bound, like=step))
         codes.append(_or_nan(emit, _rounded(emit, step), share, -_STEPS12 - 2))
     return codes, scale
 
@@ -426,7 +426,7 @@ def _scale_word(emit: Emitter, width: fx.Node) -> fx.Node:
     bits = _as_int(emit, width)
     up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), UPPER_HALF)
     finite = emit(aten.lt.Scalar, width, math.inf)
-    return emit(aten.where.self, finite, up, _constant(emit, _NAN_WORD, like=bits))
+    return emit(aten.where.self, finite, up, emit.constant(_NAN_WORD, like=bits))
 
 
 def _minimum_word(emit: Emitter, low: fx.Node) -> fx.Node:
@@ -437,14 +437,7 @@ def _minimum_word(emit: Emitter, low: fx.Node) -> fx.Node:
 
 
 def _constants(emit: Emitter, like: fx.Node) -> tuple[fx.Node, fx.Node]:
-    return _constant(emit, 0xFFFF, like), _constant(emit, 0, like)
-
-
-def _constant(emit: Emitter, value: float, like: fx.Node) -> fx.Node:
-    fake = like.meta["val"]
-    return emit(
-        aten.full.default, [], value, dtype=fake.dtype, device=fake.device, pin_memory=False
-    )
+    return emit.constant(0xFFFF, like), emit.constant(0, like)
 
 
 def _as_int(emit: Emitter, value: fx.Node) -> fx.Node:

@@ -156,10 +156,9 @@ def _share_of_sum(
         return None
     dim, is_one = summed
     total = totals(emit, stored, parts, scheme, dim)
-    one = emit(aten.full_like.default, total, 1.0)
-    due = (
-        one if is_one else emit(aten.sum.dim_IntList, emit.cast(stored, torch.float32), [dim], True)
-    )
+    one = emit.constant(1.0, like=total)
+    values = emit.cast(stored, torch.float32)
+    due = one if is_one else emit(aten.sum.dim_IntList, values, [dim], True)
     # a row that was rounded away, beside larger ones of its groups, is no 1 / 0
     sound = emit(aten.gt.Tensor, emit(aten.mul.Tensor, total, 2.0), due)
     return emit(aten.where.self, sound, emit(aten.div.Tensor, due, total), one)

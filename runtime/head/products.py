@@ -4,10 +4,11 @@ Defined by ``reference/head.py``. Each is functional, returns fresh contiguous t
 nothing back to the host. Products are the library's. Importing this registers them:
 
 * ``hot::head_statistics``: of every row of the logits, and the logits if the caller gets them;
-* ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again, by columns;
-* ``hot::head_both``: both in one go, by rows, where the coefficients are known before the loss.
+* ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again;
+* ``hot::head_both``: both in one go, where the coefficients are known before the loss.
 
-Their gradients' products are exact. ``both`` and ``gradients_by_rows`` take others' instead.
+Chunks are rows, whose softmax needs all columns. Their gradients' products are exact; ``both`` and
+``gradients`` take others' instead.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import torch
 from torch import Tensor
 
 from hot_compile.runtime.head.parts import (
-    ALIGN,
     Part,
     Wide,
     add_product,
-    missing_outputs,
     multiply_back,
     multiply_parts,
     parts_of,
@@ -52,7 +51,7 @@ SCHEMAS = {
         f"({_HEAD}, {_FORM}, ScalarType? logits_dtype) -> (Tensor statistics, Tensor logits)"
     ),
     "head_gradients": (
-        f"({_HEAD}, Tensor lse, Tensor coefficients, Tensor? extra, float extra_scale, {_FORM},"
+        f"({_HEAD}, Tensor coefficients, Tensor? extra, float extra_scale, {_FORM},"
         " bool[3] wanted) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
     ),
     "head_both": (
@@ -82,12 +81,6 @@ def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight:
     count = max(1, -(-rows * row // most))
     even = max(1, -(-rows // count))
     return even if even < 512 else -(-even // 128) * 128  # whole tiles of a product
-
-
-def chunk_columns(rows: int, outputs: int, itemsize: int) -> int:
-    """Columns of a chunk: many enough for a product at full speed, in multiples of 128."""
-    fitting = 8 * _LEAST_BYTES // max(1, rows * itemsize)
-    return min(outputs, max(1024, fitting // 128 * 128))
 
 
 def _exact(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -133,28 +126,27 @@ def both(
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    gradients = _Gradients(x, parts, wanted, multiply)
+    made = _Gradients(x, parts, wanted, multiply)
     with _exact(x.device):
-        for own, aim, lse, known, scale, theirs, grad_x in gradients.by_rows(
+        for own, aim, lse, known, scale, theirs, grad_x in made.by_rows(
             (target, 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (logits, 0)
         ):
-            g = gradients.room(len(own))
+            g = made.room(len(own))
             y, left = _logits_of(own, parts, g, theirs, form)
             chunk = Chunk(y, outputs, aim, column, form)
             chunk_statistics(chunk, known, left)
             if scale is not None:
                 chunk_gradient(chunk, lse, Gradient(g.whole, scale))
-                gradients.add(g, own, grad_x)
-    return statistics, logits, *_without_padding(gradients.sums, outputs)
+                made.add(g, own, grad_x)
+    return statistics, logits, *_without_padding(made.sums, outputs)
 
 
-def gradients_by_rows(
+def gradients(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor | None,
     column: Tensor | None,
-    lse: Tensor,
     coefficients: Tensor,
     extra: Tensor | None,
     extra_scale: float,
@@ -164,20 +156,26 @@ def gradients_by_rows(
     wanted: list[bool],
     multiply: Multiply | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``hot::head_gradients`` in chunks of rows, g_w in fp32; its products by ``multiply``."""
+    """``hot::head_gradients``, g_w in fp32; its products by ``multiply``.
+
+    Its softmax is that of the logits it makes itself: a product of another shape rounds some of
+    them the other way, and in bf16 that is 6 % of a probability that should be 1.
+    """
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    gradients = _Gradients(x, parts, wanted, multiply)
+    made = _Gradients(x, parts, wanted, multiply)
+    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     with _exact(x.device):
-        for own, aim, known, scale, outside, grad_x in gradients.by_rows(
-            (_dense(target), 0), (lse, 0), (coefficients, 1), (extra, 0)
+        for own, aim, lse, known, scale, outside, grad_x in made.by_rows(
+            (_dense(target), 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (extra, 0)
         ):
-            y = gradients.room(len(own))
+            y = made.room(len(own))
             multiply_parts(own, parts, y)
             chunk = Chunk(y.whole, outputs, aim, column, form)
-            chunk_gradient(chunk, known, Gradient(y.whole, scale, outside, extra_scale))
-            gradients.add(y, own, grad_x)
-    return _without_padding(gradients.sums, outputs)
+            chunk_statistics(chunk, known)
+            chunk_gradient(chunk, lse, Gradient(y.whole, scale, outside, extra_scale))
+            made.add(y, own, grad_x)
+    return _without_padding(made.sums, outputs)
 
 
 class _Gradients:
@@ -191,7 +189,7 @@ class _Gradients:
         self._size = chunk_rows(rows, width, inputs, x.element_size(), wanted[1])
         self._buffer = x.new_empty((min(self._size, rows), width))
         self._rooms: dict[int, Wide] = {}
-        self.sums = gradients_of(x, width, wanted, torch.float32)
+        self.sums = gradients_of(x, width, wanted)
         if not rows:
             self.sums[1].zero_()
         self._grad_weight = [self.sums[1][part.columns] for part in parts] if wanted[1] else []
@@ -236,54 +234,6 @@ class _Gradients:
             self.sums[2].add_(g.whole.sum(0, dtype=torch.float32))
 
 
-def _head_gradients(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    column: Tensor | None,
-    lse: Tensor,
-    coefficients: Tensor,
-    extra: Tensor | None,
-    extra_scale: float,
-    inner: float,
-    cap: bool,
-    outer: float,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
-    (rows, _), outputs = x.shape, weight.shape[0]
-    room = outputs + missing_outputs(weight)
-    grad_x, grad_weight, grad_bias = gradients_of(x, room, wanted, x.dtype)
-    sum_x = torch.empty_like(grad_x, dtype=torch.float32)
-    width = chunk_columns(rows, outputs, x.element_size())
-    scratch = x.new_empty((rows, -(-width // ALIGN) * ALIGN))
-    target = _dense(target)
-    with _exact(x.device):
-        for first in range(0, outputs, width):
-            last = min(first + width, outputs)
-            columns = slice(first, last)
-            # only the last one may be padded: no more than a chunk is copied
-            own = None if bias is None else bias[columns]
-            parts = parts_of(weight[columns], own, whole=True)
-            made = slice(first, first + width_of(parts))
-            y = scratch[:, : width_of(parts)]
-            multiply_parts(x, parts, wide(y, parts))
-            own = None if column is None else column[columns]
-            place = None if target is None else target - first
-            outside = None if extra is None else extra[:, columns]
-            gradient = Gradient(y, coefficients, outside, extra_scale)
-            chunk_gradient(Chunk(y, last - first, place, own, form), lse, gradient)
-            if wanted[0]:
-                add_product(sum_x, y, parts[0].weight, first == 0)
-            if wanted[1]:
-                torch.mm(y.t(), x, out=grad_weight[made])
-            if wanted[2]:
-                torch.sum(y, 0, dtype=torch.float32, out=grad_bias[made])
-    grad_x = grad_x.copy_(sum_x) if wanted[0] else grad_x
-    return _without_padding((grad_x, grad_weight, grad_bias), outputs)
-
-
 def _logits_of(
     x: Tensor, parts: tuple[Part, ...], room: Wide, logits: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor | None]:
@@ -309,13 +259,11 @@ def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-def gradients_of(
-    x: Tensor, outputs: int, wanted: list[bool], grad_weight: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for g_x, g_w, g_b."""
+def gradients_of(x: Tensor, outputs: int, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for g_x, and in fp32 for g_w and g_b."""
     return (
         x.new_empty(tuple(x.shape) if wanted[0] else 0),
-        x.new_empty((outputs, x.shape[1]) if wanted[1] else 0, dtype=grad_weight),
+        x.new_empty((outputs, x.shape[1]) if wanted[1] else 0, dtype=torch.float32),
         x.new_zeros((outputs,) if wanted[2] else 0, dtype=torch.float32),
     )
 
@@ -341,7 +289,7 @@ def _dense(target: Tensor | None) -> Tensor | None:
 
 for _name, _own in (
     ("head_statistics", _head_statistics),
-    ("head_gradients", _head_gradients),
+    ("head_gradients", gradients),
     ("head_both", both),
 ):
     for _device in ("CPU", "CUDA"):
@@ -371,7 +319,6 @@ def _(
     bias: Tensor | None,
     target: Tensor | None,
     column: Tensor | None,
-    lse: Tensor,
     coefficients: Tensor,
     extra: Tensor | None,
     extra_scale: float,
@@ -380,7 +327,7 @@ def _(
     outer: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_of(x, weight.shape[0], wanted, x.dtype)
+    return gradients_of(x, weight.shape[0], wanted)
 
 
 @torch.library.register_fake("hot::head_both")
@@ -399,5 +346,5 @@ def fake_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes and dtypes of ``both``."""
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    gradients = gradients_of(x, weight.shape[0], wanted, torch.float32)
+    gradients = gradients_of(x, weight.shape[0], wanted)
     return statistics, _logits(x, weight, logits_dtype), *gradients

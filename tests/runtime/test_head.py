@@ -20,11 +20,9 @@ def small_chunks(monkeypatch, request):
     """Several chunks of a head that a test can afford, the last of them narrower; as on a CPU, and
     with the columns that a GPU's chunks have behind their own."""
     if request.param:
-        for module in (head, head_parts):
-            monkeypatch.setattr(module, "missing_outputs", lambda w: -w.shape[0] % 16)
+        monkeypatch.setattr(head_parts, "missing_outputs", lambda w: -w.shape[0] % 16)
     monkeypatch.setattr(head, "CHUNK_BYTES", 16 * 4 * OUTPUTS)
     monkeypatch.setattr(head, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(head, "chunk_columns", lambda *_: 128)
     monkeypatch.setattr(head_rows, "_BLOCK", 5 * OUTPUTS)
 
 
@@ -81,9 +79,7 @@ def test_gradients_multiply_the_logits_out_again(form, rows):
     extra = torch.randn(rows, OUTPUTS)
     statistics, logits = torch.ops.hot.head_statistics(*given, *form, None)
     assert logits.numel() == 0
-    got = torch.ops.hot.head_gradients(
-        *given, statistics[1], coefficients, extra, 0.5, *form, [True] * 3
-    )
+    got = torch.ops.hot.head_gradients(*given, coefficients, extra, 0.5, *form, [True] * 3)
     expected, _, gradients = truth(given, coefficients, form, extra, 0.5)
     close(statistics, expected, torch.float32)
     for one, other in zip(got, gradients, strict=True):
@@ -95,9 +91,7 @@ def test_low_precision_is_as_close_as_the_dtype(dtype):
     given, coefficients = operands(50, dtype, bias=True), torch.randn(3, 50) / 50
     form = FORMS["plain"]
     got = torch.ops.hot.head_both(*given, coefficients, *form, dtype, [True] * 3)
-    again = torch.ops.hot.head_gradients(
-        *given, got[0][1], coefficients, None, 1.0, *form, [True] * 3
-    )
+    again = torch.ops.hot.head_gradients(*given, coefficients, None, 1.0, *form, [True] * 3)
     statistics, logits, gradients = truth(given, coefficients, form)
     for one, other in zip(got, (statistics, logits, *gradients), strict=True):
         close(one, other, dtype)
@@ -115,7 +109,7 @@ def test_a_gpus_chunks_are_the_definition(form, rows, dtype):
     there = [t if t is None else t.cuda() for t in given]
     scales = coefficients.cuda()
     got = torch.ops.hot.head_both(*there, scales, *form, dtype, [True] * 3)
-    again = torch.ops.hot.head_gradients(*there, got[0][1], scales, None, 1.0, *form, [True] * 3)
+    again = torch.ops.hot.head_gradients(*there, scales, None, 1.0, *form, [True] * 3)
     statistics, logits, gradients = truth(given, coefficients, form)
     for one, other in zip(got, (statistics, logits, *gradients), strict=True):
         close(one.cpu(), other, dtype)
@@ -161,13 +155,13 @@ def test_a_label_out_of_range_is_an_error(label):
 
 def test_operators_keep_their_contracts():
     given, form = operands(20, bias=True, column=True), FORMS["capped"]
-    lse, coefficients = torch.zeros(20), torch.ones(3, 20)
+    coefficients = torch.ones(3, 20)
     args = (*given, *form, torch.float32)
     torch.library.opcheck(torch.ops.hot.head_statistics.default, args)
     args = (*given, coefficients, *form, None, [True, True, False])
     torch.library.opcheck(torch.ops.hot.head_both.default, args)
     transposed = (given[0], given[1].t().contiguous().t(), *given[2:])
-    args = (*transposed, lse, coefficients, torch.ones(20, OUTPUTS), 1.0, *form, [True] * 3)
+    args = (*transposed, coefficients, torch.ones(20, OUTPUTS), 1.0, *form, [True] * 3)
     torch.library.opcheck(torch.ops.hot.head_gradients.default, args)
 
 
