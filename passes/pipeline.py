@@ -56,6 +56,7 @@ from hot_compile.passes.storage.crossers import (
     saved_pairs,
 )
 from hot_compile.passes.storage.materialise import materialise
+from hot_compile.passes.storage.pieces import work_out_in_pieces
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.rise import Fused, Rise
 from hot_compile.passes.storage.schemes import Scheme
@@ -421,6 +422,13 @@ def _functions(cut: Partitioned) -> int:
     return sum(map(shorten_functions, cut.graphs))
 
 
+def _pieces(cut: Partitioned) -> int:
+    """On a GPU, where it saves reading a tensor twice; a CPU's caches hold what was just read."""
+    stored = ((crosser.saved, scheme) for crosser, (scheme, _) in cut.stored.items())
+    schemes = {node: scheme for node, scheme in stored if node.meta["val"].is_cuda}
+    return work_out_in_pieces(cut.forward.graph, schemes)
+
+
 def _casts(cut: Partitioned) -> int:
     if cut.plan is None or not cut.context.config.exact_forms:
         return 0
@@ -464,6 +472,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("store", _store, changes=True),
     Step("materialise", _materialise, changes=True),
     Step("functions", _functions, changes=True),
+    Step("pieces", _pieces, changes=True),
     Step("casts", _casts, changes=True),
 )
 """On the forward and the backward that min-cut made."""

@@ -38,7 +38,7 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     alone = (whole + held) / rates.packing
     alone += rates.start if rates.asynchronous else rates.launch
     packed, restored = alone, alone
-    if _packed_by_another(crosser, scheme):
+    if _packed_by_another(crosser, scheme, rates):
         packed = held / rates.copy + _arithmetic(whole + held, rates)
     if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(whole, held, rates)
@@ -74,18 +74,20 @@ def held_bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
     return whole, packed_bytes(value, scheme)
 
 
-def _packed_by_another(crosser: Crosser, scheme: Scheme) -> bool:
+def _packed_by_another(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
     """Inductor packs in a kernel that has the tensor at hand: its maker's, or another reader's.
 
-    That goes along rows. Groups are packed in pieces, another order of loops: a kernel of its own.
-    A channel's largest value is found where a batch norm's sums are.
+    That goes along rows. Groups are packed in pieces, another order of loops: a kernel of its own,
+    into which a GPU's activation of the same tensor goes (``storage/pieces.py``). A channel's
+    largest value is found where a batch norm's sums are.
     """
     unit = scheme.spec.unit
     readers = list(_readers(crosser.saved))
     if unit.centred:
         return any(reader.target in REDUCTIONS for reader in readers)
     if unit is Unit.GROUP:
-        return False
+        in_pieces = rates.asynchronous and not fuses(_maker(crosser.saved))
+        return in_pieces and any(map(fuses, readers))
     return fuses(_maker(crosser.saved)) or any(map(fuses, readers))
 
 

@@ -247,13 +247,15 @@ def _less_column_means(
     return emit(aten.sub.Tensor, values, mean), (mean,)
 
 
-def _pieces(emit: Emitter, x: fx.Node, count: int) -> list[fx.Node]:
-    """A group's elements, its dimension the last but one, in ``count`` pieces; fp32."""
-    length = x.meta["val"].shape[-2] // count
-    return [
-        emit.cast(emit(aten.slice.Tensor, x, -2, k * length, (k + 1) * length), torch.float32)
-        for k in range(count)
-    ]
+def in_pieces(emit: Emitter, x: fx.Node, layout: Layout, count: int) -> list[fx.Node]:
+    """The view of ``x`` in which scales are found, cut in ``count`` along its groups."""
+    view = _cut(emit, x, layout)
+    length = layout.cut[1] // count
+    return [emit(aten.slice.Tensor, view, -2, k * length, (k + 1) * length) for k in range(count)]
+
+
+def _pieces(emit: Emitter, x: fx.Node, layout: Layout, count: int) -> list[fx.Node]:
+    return [emit.cast(piece, torch.float32) for piece in in_pieces(emit, x, layout, count)]
 
 
 def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
@@ -270,7 +272,7 @@ def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
 
 def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node], fx.Node]:
     """(codes of each piece, int32; scales of the groups)."""
-    pieces = _pieces(emit, _cut(emit, x, layout), 2)
+    pieces = _pieces(emit, x, layout, 2)
     width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
@@ -289,7 +291,7 @@ def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:
 
 
 def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    pieces = _pieces(emit, _cut(emit, x, layout), 4)
+    pieces = _pieces(emit, x, layout, 4)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
@@ -385,7 +387,7 @@ def _field(emit: Emitter, words: fx.Node, shift: fx.Node | int, bits: int) -> fx
 
 
 def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    first, second = _pieces(emit, _cut(emit, x, layout), 2)
+    first, second = _pieces(emit, x, layout, 2)
     low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-2], True)
     high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
     minimum_word = _minimum_word(emit, low)

@@ -1,0 +1,149 @@
+"""Elementwise results that libraries read are worked out in the kernels that pack what they are of.
+
+A group whose elements share bytes is packed in pieces (``pack.py``), another order of loops than
+that of an activation of the same tensor: on a GPU that were two kernels, each of which reads it.
+Worked out in the same pieces both are one. Only there: a CPU's caches hold what was just read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from hot_compile.passes.cost.storing import fuses
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.graph import aten, is_pointwise, walk
+from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.pack import in_pieces
+from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.runtime import pieces
+
+PIECES = {Scheme.GROUPS12: 2, Scheme.GROUPS6: 4, Scheme.INT4: 2, Scheme.GROUPS8: 1}
+"""Pieces that a group is packed in."""
+_MOST_OPERATIONS = 24
+"""Elementwise operators of a result: it is worked out once a piece, in one kernel."""
+_RESHAPED = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+}
+Stored = Mapping[fx.Node, Scheme]
+
+
+def work_out_in_pieces(forward: fx.Graph, stored: Stored) -> int:
+    """Rewrite what is made of ``stored`` tensors, by their schemes; returns how many results."""
+    count = 0
+    kinds: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node, scheme in stored.items():
+        if kind := _kind(node, scheme):
+            kinds.setdefault(kind, []).append(node)
+    for (scheme, *_), alike in kinds.items():
+        region = _region(forward, alike)
+        for result in _results(region, set(alike)):
+            pieces.lowered()
+            _rewrite(forward, result, region, alike, scheme)
+            count += 1
+    forward.eliminate_dead_code()
+    return count
+
+
+def _kind(node: fx.Node, scheme: Scheme) -> tuple[Any, ...] | None:
+    """What tensors that are packed by one kernel have in common; None: not in pieces of memory."""
+    value = node.meta["val"]
+    if scheme not in PIECES or fuses(node):
+        return None
+    layout = _layout(node, scheme)
+    plain = value.is_contiguous() and layout.cut[2] == 1
+    sized = all(isinstance(n, int) for n in value.shape)
+    return (scheme, tuple(value.shape), value.device) if plain and sized else None
+
+
+def _layout(node: fx.Node, scheme: Scheme) -> Layout:
+    layout = layout_of(node.meta["val"], scheme)
+    assert isinstance(layout, Layout), layout
+    return layout
+
+
+def _region(graph: fx.Graph, given: list[fx.Node]) -> dict[fx.Node, int]:
+    """All that is worked out element by element of ``given`` and of single numbers, with how many
+    operators it takes."""
+    sizes = {given[0].meta["val"].numel()}
+    found = dict.fromkeys(given, 0)
+    for node in graph.nodes:
+        sources = [n for n in node.all_input_nodes if not _is_number(n)]
+        if node in found or not sources or not all(n in found for n in sources):
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.numel() not in sizes:
+            continue
+        if node.target in _RESHAPED:
+            found[node] = found[sources[0]]
+        elif is_pointwise(node) and value.is_contiguous():
+            found[node] = 1 + sum(found[n] for n in sources)
+    return found
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.dim() == 0
+
+
+def _results(region: Mapping[fx.Node, int], given: Set[fx.Node]) -> Iterator[fx.Node]:
+    """What libraries read of the region, and nothing else does."""
+    for node, operators in list(region.items()):
+        if node in given or node.target in _RESHAPED or not 0 < operators <= _MOST_OPERATIONS:
+            continue
+        readers = set(_readers(node))
+        if readers and not any(reader in region or _fused(reader) for reader in readers):
+            yield node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.target in _RESHAPED:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _fused(reader: fx.Node) -> bool:
+    return reader.op == "output" or fuses(reader)
+
+
+def _rewrite(
+    graph: fx.Graph,
+    result: fx.Node,
+    region: Mapping[fx.Node, int],
+    given: Sequence[fx.Node],
+    scheme: Scheme,
+) -> None:
+    """Work out ``result`` in as many pieces as ``given`` are packed in by ``scheme``."""
+    emit, count = Emitter(graph, result.next, result), PIECES[scheme]
+    needed = walk(
+        [result], lambda n: () if n in given else (m for m in n.all_input_nodes if m in region)
+    )
+    cut = {n: in_pieces(emit, n, _layout(n, scheme), count) for n in given if n in needed}
+    done = []
+    for place in range(count):
+        own = {node: parts[place] for node, parts in cut.items()}
+        for node in region:
+            if node not in needed or node in own:
+                continue
+            if node.target in _RESHAPED:
+                own[node] = own[node.all_input_nodes[0]]
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), _among(own))
+                own[node] = emit(node.target, *args, **kwargs)
+        done.append(own[result])
+    whole = done[0] if count == 1 else emit(torch.ops.hot.side_by_side.default, done, -2)
+    shape = list(result.meta["val"].shape)
+    result.replace_all_uses_with(emit(aten.view.default, whole, shape))
+
+
+def _among(own: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
+    """What takes a node's place: its own, or the node itself."""
+    return lambda node: own.get(node, node)

@@ -1,0 +1,100 @@
+"""What is worked out in the pieces in which its operand is packed is what it was."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from hot_compile.passes.storage.pieces import PIECES, work_out_in_pieces
+from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.runtime import pieces
+
+aten = torch.ops.aten
+WIDTH = 96
+DECOMPOSED = torch._decomp.get_decompositions([aten.gelu, aten.silu, aten.relu, aten._to_copy])
+SIDE_BY_SIDE = torch.ops.hot.side_by_side.default
+
+
+def activated(function):
+    """A layer, ``function`` of what it gives, and another layer."""
+    return lambda x, w, v: (function((x @ w).view(4, -1, WIDTH)).view(-1, WIDTH) @ v,)
+
+
+def gated(x, w, v):
+    return ((F.silu(x @ w) * (x @ w.t())) @ v,)
+
+
+def two_of(a, v):
+    return F.gelu(a) @ v, F.silu(a) @ v
+
+
+RESULTS = {
+    "gelu": activated(F.gelu),
+    "gelu by tanh": activated(lambda a: F.gelu(a, approximate="tanh")),
+    "squared relu": activated(lambda a: F.relu(a).square()),
+    "bf16": lambda x, w, v: (F.gelu(x.bfloat16() @ w.bfloat16()) @ v.bfloat16(),),
+    "gate and branch": gated,
+    "two of one": lambda x, w, v: two_of(x @ w, v),
+}
+LEFT = {
+    "another tensor": lambda x, w, v: ((F.gelu(x @ w) + x) @ v,),
+    "read by a kernel": lambda x, w, v: (F.gelu(x @ w).sum(),),
+    "returned": lambda x, w, v: (F.gelu(x @ w),),
+    "made by a kernel": lambda x, w, v: (F.gelu(x.sin()) @ v,),
+    "transposed": lambda x, w, v: (F.gelu((x @ w).t()) @ x,),
+}
+
+
+def traced(function):
+    torch.manual_seed(0)
+    inputs = torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    graph = make_fx(function, DECOMPOSED, tracing_mode="fake")(*inputs)
+    return graph, inputs
+
+
+@pytest.mark.parametrize("scheme", PIECES)
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_libraries_read_is_the_same_in_pieces(name, scheme):
+    module, inputs = traced(RESULTS[name])
+    expected = module(*inputs)
+    stored = [n for n in module.graph.nodes if n.target is aten.mm.default][: -len(expected)]
+    stored = {node: scheme for node in stored if node.users}
+    assert work_out_in_pieces(module.graph, stored) >= 1
+    module.graph.lint()
+    module.recompile()
+    cut = module.graph.find_nodes(op="call_function", target=SIDE_BY_SIDE)
+    assert all(len(node.args[0]) == PIECES[scheme] for node in cut)
+    assert bool(cut) == (PIECES[scheme] > 1)
+    for got, want in zip(module(*inputs), expected, strict=True):
+        # a CPU works out the ends of a loop, which lie elsewhere in pieces, by other functions
+        torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 1e-6)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_other_kernels_make_or_read_stays(name):
+    module, _ = traced(LEFT[name])
+    before = str(module.graph)
+    first = next(n for n in module.graph.nodes if n.target in (aten.mm.default, aten.sin.default))
+    assert work_out_in_pieces(module.graph, {first: Scheme.GROUPS6}) == 0
+    assert str(module.graph) == before
+
+
+def test_other_schemes_have_no_pieces():
+    module, _ = traced(RESULTS["gelu"])
+    first = next(n for n in module.graph.nodes if n.target is aten.mm.default)
+    assert work_out_in_pieces(module.graph, {first: Scheme.ROWS8}) == 0
+
+
+def test_inductor_puts_them_side_by_side():
+    def step(x):
+        view = x.view(-1, 4, 8)
+        parts = [F.gelu(view[:, n : n + 1]) for n in range(4)]
+        return torch.ops.hot.side_by_side(parts, -2).view(x.shape)
+
+    assert pieces.lowered()
+    x = torch.randn(16, 32)
+    torch.testing.assert_close(torch.compile(step)(x), F.gelu(x))
+
+
+def test_the_operator_keeps_its_contract():
+    torch.library.opcheck(SIDE_BY_SIDE, ([torch.randn(3, 2), torch.randn(3, 4)], 1))
