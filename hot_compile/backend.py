@@ -23,6 +23,7 @@ from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.monitor import Gauge, Monitor, Watched, monitor_of
 from .observing.watching import Twin, Watch, twin
+from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
 from .passes.graph import clean_path, module_path, readable
@@ -30,7 +31,7 @@ from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
-from .passes.pipeline import Context, Recorder, sources_hash
+from .passes.pipeline import sources_hash
 from .passes.site import bytes_of
 from .record import Dump, Heard, Listener
 from .returned import detach_logits, tied

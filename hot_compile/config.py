@@ -62,6 +62,9 @@ class Rows(str, Enum):
 class Memory(str, Enum):
     """Which tensors are stored compressed between forward and backward."""
 
+    AUTO = "auto"
+    """As ``ALL``, but on a GPU the dearest stay exact where all of them are predicted to take more
+    than 4 % of the step beyond what layers win (``passes/cost/step.py``)."""
     ALL = "all"
     """Every large one whose readers tolerate it, layers' inputs or not."""
     PAPER = "paper"
@@ -123,7 +126,7 @@ class HotConfig:
     """Let min-cut recompute an x that is a cheap function of what is saved anyway (the output of a
     norm or activation) instead of saving it, even compressed (docs/adr/0004). False: x is quantised
     in the forward and the result is what crosses, as in the paper's ABC."""
-    memory: Memory = Memory.ALL
+    memory: Memory = Memory.AUTO
     """Which of the tensors that cross to the backward are stored compressed (docs/memory.md)."""
     memory_bits: int | None = None
     """Fewest bits, 4, 6 or 8, such a tensor is stored in; what norms, convolutions and attention

@@ -15,9 +15,9 @@ from torch import fx
 
 from .errors import OptionError
 from .graphs import Snapshot, snapshot
+from .passes.context import Recorder
 from .passes.graph import readable
 from .passes.layers.plan import Plan
-from .passes.pipeline import Recorder
 from .passes.storage.record import Crossing
 from .passes.storage.within import Met
 

@@ -11,7 +11,7 @@ from torch._functorch import config as functorch_config
 
 from .backend import hot
 from .observing.watching import twin
-from .passes.pipeline import Recorder
+from .passes.context import Recorder
 from .record import GraphReport, Reports, run_uncompiled
 
 STOCK = {"recipe": "exact", "memory": "off", "exact_forms": False, "head": "off"}

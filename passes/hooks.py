@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import Memory
 from hot_compile.errors import HotError, OptionWarning
+from hot_compile.passes.context import Context
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.measure.observe import Observation, observe_stored, unobserved
 from hot_compile.passes.measure.stored import fed_by
@@ -29,7 +30,6 @@ from hot_compile.passes.pipeline import (
     JOINT,
     OBSERVED,
     PARTITIONED,
-    Context,
     Joint,
     Partitioned,
 )
@@ -86,6 +86,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         self.intended: Plan | None = None
         """The plan, also where the graph was left exact to be observed."""
         self.cancelled = NOTHING_CANCELLED
+        self.step_seconds: float | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
@@ -96,6 +97,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
         self._run(HEADS, joint)
+        self.step_seconds = joint.step_seconds
         observed = context.observation is not None
         if self._run(OBSERVED if observed else JOINT, joint):
             self.intended, self.cancelled = joint.plan, joint.cancelled
@@ -244,7 +246,15 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs, kept = kwargs["num_fwd_outputs"], self._joint.cancelled
-        return Partitioned(self._context, plan, forward, backward, outputs, kept)
+        return Partitioned(
+            self._context,
+            plan,
+            forward,
+            backward,
+            outputs,
+            kept,
+            step_seconds=self._joint.step_seconds,
+        )
 
     def _show_crossing(
         self,

@@ -10,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Set
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 
-from hot_compile.config import HotConfig, Memory
+from hot_compile.config import Memory
 from hot_compile.passes.centring import centred, mark
-from hot_compile.passes.cost.linear import Pricing, Rates
+from hot_compile.passes.context import Context
+from hot_compile.passes.cost.step import SLACK, step_seconds
 from hot_compile.passes.cost.storing import (
     StoragePrice,
-    restored_by_readers,
     rows_seconds,
-    storing_seconds,
 )
 from hot_compile.passes.differences import differenced, refuse
 from hot_compile.passes.exact.casts import cast_together
@@ -34,18 +33,24 @@ from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.gather import gather
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
-from hot_compile.passes.layers.match import GraphInputs, match
+from hot_compile.passes.layers.match import match
 from hot_compile.passes.layers.plan import Plan, Prices, plan
 from hot_compile.passes.layers.rewrite import rewrite
 from hot_compile.passes.measure.lqs import storage_verdict
-from hot_compile.passes.measure.observe import Observation, observe, observe_gradients
-from hot_compile.passes.measure.profile import Profile, StorageMeasure
+from hot_compile.passes.measure.observe import observe, observe_gradients
+from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.measure.stored import storage_names
 from hot_compile.passes.site import Site
 from hot_compile.passes.steps import Step
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.channels_last import mark_channels_last
-from hot_compile.passes.storage.choose import Within, plan_storage, plan_within, usual_bits
+from hot_compile.passes.storage.choose import (
+    Within,
+    plan_storage,
+    plan_within,
+    usual_bits,
+    worth_it,
+)
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import (
     NOTHING_CANCELLED,
@@ -57,11 +62,10 @@ from hot_compile.passes.storage.crossers import (
 )
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.pieces import work_out_in_pieces
-from hot_compile.passes.storage.record import Crossing
-from hot_compile.passes.storage.rise import Fused, Rise
+from hot_compile.passes.storage.rise import Rise
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import store
-from hot_compile.passes.storage.within import Allowance, Fit, Met
+from hot_compile.passes.storage.within import Fit, Met
 from hot_compile.passes.unmet import (
     idle_forward,
     idle_globs,
@@ -72,68 +76,7 @@ from hot_compile.passes.unmet import (
 
 log = logging.getLogger("hot_compile")
 
-
-class Recorder(Protocol):
-    """Where stages leave what they did."""
-
-    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Keep a stage's graph."""
-
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Keep the outcome of a whole training graph."""
-
-    def budgeted(self, met: Met) -> None:
-        """Keep how the graph told of next stays within a budget of the step's peak."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What the stages know besides the graph. One per backend call: calls may nest or overlap."""
-
-    config: HotConfig
-    inputs: GraphInputs
-    pricing: Pricing
-    recorder: Recorder
-    identity: str
-    """Digest of everything outside the graph that changes the code, for Inductor's cache key."""
-    profile: Profile | None = None
-    """What calibration measured of this model."""
-    observation: Observation | None = None
-    """Shown every layer's operands in each backward; the graph is then left exact."""
-    asked: HotConfig | None = None
-    """The user's own options, if ``config`` has more: warnings are about these."""
-    raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Why a monitor has some tensors stored in more bits, by their names in a profile."""
-    allowance: Allowance | None = None
-    """What the graph may add to the device's memory, if there is a budget of a step's peak."""
-
-    def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
-        """Of each node's device, the user's own laid over them; None: nothing can run there."""
-        own = dict(self.config.rates)
-        devices = {node: node.meta["val"].device for node in nodes}
-        found = {device: self.pricing(device) for device in set(devices.values())}
-        known = {d: None if isinstance(r, str) else r.override(own) for d, r in found.items()}
-        return {node: known[device] for node, device in devices.items()}
-
-    def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
-        """What says how many seconds storing one of ``found`` costs a step."""
-        known = self.rates_of(crosser.saved for crosser in found)
-
-        def price(crosser: Crosser, scheme: Scheme) -> float | None:
-            rates = known[crosser.saved]
-            return None if rates is None else storing_seconds(crosser, scheme, rates)
-
-        return price
-
-    def restores(self, found: Sequence[Crosser]) -> Fused:
-        """What says which of ``found`` the backward's kernels restore on their way."""
-        known = self.rates_of(crosser.saved for crosser in found)
-
-        def fused(crosser: Crosser, scheme: Scheme) -> bool:
-            rates = known[crosser.saved]
-            return rates is not None and restored_by_readers(crosser, scheme, rates)
-
-        return fused
+TOO_DEAR = "memory='auto': storing it would slow the step down; 'all' stores it"
 
 
 @cache
@@ -157,7 +100,16 @@ class Joint:
     cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
+    step_seconds: float | None = None
+    """About what a step takes as it comes, where storing is to be measured against that."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
+
+
+def _duration(joint: Joint) -> int:
+    context = joint.context
+    if context.config.memory is Memory.AUTO:
+        joint.step_seconds = step_seconds(joint.graph, context.rates)
+    return 0
 
 
 def _heads(joint: Joint) -> int:
@@ -255,12 +207,16 @@ class Partitioned:
     """What profiles and options call ``found``."""
     fewest: dict[Crosser, int] = dataclasses.field(default_factory=dict)
     """Bits that were asked for some of ``found``."""
+    too_dear: Set[Crosser] = frozenset()
+    """What could be stored and is not, for the time it would take."""
     verdicts: dict[Crosser, str] = dataclasses.field(default_factory=dict)
     """What was measured of some of ``found``, and who asked for their bits, in words."""
     fit: Fit | None = None
     """Where there is a budget of the step's peak: how the graph was cut to stay within it."""
     met: Met | None = None
     """How that is met, as predicted."""
+    step_seconds: float | None = None
+    """About what a step takes as it comes, where storing is to be measured against that."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -331,10 +287,15 @@ def _plan_storage(cut: Partitioned) -> int:
         cut.fewest = _fewest(cut, measured)
         won = cut.plan.seconds_won
         if cut.fit is None:
-            cut.chosen = plan_storage(cut.found, config, price, won, measured, cut.fewest)
+            every = plan_storage(cut.found, config, price, won, measured, cut.fewest)
+            cut.chosen = every
+            if cut.step_seconds is not None and config.memory_budget is None:
+                cut.chosen = worth_it(every, price, won + SLACK * cut.step_seconds)
+            cut.too_dear = every.keys() - cut.chosen.keys()
         else:
             cut.chosen = _within(cut, cut.fit, price, measured)
         cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
+        cut.verdicts |= dict.fromkeys(cut.too_dear, TOO_DEAR)
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
     return len(cut.chosen)
 
@@ -439,7 +400,7 @@ def _gather(cut: Partitioned) -> int:
     return sum(map(gather, cut.graphs))
 
 
-HEADS: tuple[Step[Joint], ...] = (Step("heads", _heads),)
+HEADS: tuple[Step[Joint], ...] = (Step("duration", _duration), Step("heads", _heads))
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
 JOINT: tuple[Step[Joint], ...] = (

@@ -204,18 +204,17 @@ def by_scheme(graphs):
 
 
 def test_storing_costs_what_it_moves(file_of):
-    """A GELU's input is packed in a kernel of its own; a norm's rows where they are made.
+    """A GELU's input is packed in its kernel; a norm's rows where they are made.
 
     Restoring them is part of whoever reads them."""
     rates = DEVICES["A100"]
     graphs = predict(blocks, 64, file_of("A100"), "bf16").graphs
     found = by_scheme(graphs)
-    gelu = next(c for c in found["groups6"] if c.module.endswith("fc1"))
-    alone = (gelu.bytes_before + gelu.bytes) / rates.packing + rates.start
-    assert gelu.seconds == pytest.approx(alone)
+    gelu = [c for c in found["groups6"] if c.module.endswith("fc1")]
     rows = [c for c in found["rows8"] if ".norm" in c.module]
+    assert gelu
     assert rows
-    for c in rows:
+    for c in (*gelu, *rows):
         assert c.seconds == pytest.approx(c.bytes / rates.copy)
     assert all(c.seconds == 0 for c in found["exact"])
 

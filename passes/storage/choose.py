@@ -57,8 +57,7 @@ def plan_storage(
     known, own = measured or {}, fewest or {}
     ladders = _together({c: _ladder(c, config, known.get(c), own.get(c, 0)) for c in found})
     if config.memory is Memory.FREE:
-        paid = _paid_for(ladders, price, won)
-        return {c: _with_mask(c, scheme) for c, scheme in paid.items()}
+        return _paid_for(ladders, price, won)
     if config.memory_budget is None or isinstance(config.memory_budget, str):
         return {c: _with_mask(c, ladder[-1]) for c, ladder in ladders.items() if len(ladder) > 1}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
@@ -70,6 +69,33 @@ def plan_storage(
         chosen[crosser] = scheme
         held -= saved
     return {c: _with_mask(c, scheme) for c, scheme in chosen.items()}
+
+
+def worth_it(
+    chosen: Mapping[Crosser, Scheme], price: StoragePrice, most: float
+) -> dict[Crosser, Scheme]:
+    """``chosen`` without the dearest by bytes saved, so that the rest costs no more than ``most``
+    seconds. Tensors of one storage stay or go together; what has no price stays."""
+    storages: dict[fx.Node, list[tuple[Crosser, Scheme]]] = {}
+    for crosser, scheme in chosen.items():
+        storages.setdefault(base(crosser.saved), []).append((crosser, scheme))
+    offers = [_offer(pairs, price) for pairs in storages.values()]
+    total = sum(offer.cost for offer in offers)
+    kept = dict(chosen)
+    for offer in sorted(offers, key=lambda offer: offer.rank, reverse=True):
+        if total <= most:
+            break
+        total -= offer.cost
+        for crosser, _ in offer.schemes:
+            del kept[crosser]
+    return kept
+
+
+def _offer(pairs: Sequence[tuple[Crosser, Scheme]], price: StoragePrice) -> _Offer:
+    seconds = sum(price(crosser, scheme) or 0.0 for crosser, scheme in pairs)
+    whole = sum(bytes_of(crosser.saved.meta["val"]) for crosser, _ in pairs)
+    held = sum(packed_bytes(in_memory(crosser.saved), scheme) for crosser, scheme in pairs)
+    return _Offer(tuple(pairs), seconds, whole - held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,12 +265,9 @@ def _offers(
             (crosser,) = together
             ways = [[(crosser, scheme)] for scheme in ladders[crosser][1:]]
         for way in ways:
-            prices = [price(c, _with_mask(c, scheme)) for c, scheme in way] if price else [None]
-            known = [seconds for seconds in prices if seconds is not None]
-            if len(known) == len(way):
-                saved = (packed_bytes(in_memory(c.saved), scheme) for c, scheme in way)
-                whole = (bytes_of(c.saved.meta["val"]) for c, _ in way)
-                yield _Offer(tuple(way), sum(known), sum(whole) - sum(saved))
+            pairs = [(c, _with_mask(c, scheme)) for c, scheme in way]
+            if price and all(price(*pair) is not None for pair in pairs):
+                yield _offer(pairs, price)
 
 
 def _with_mask(crosser: Crosser, scheme: Scheme) -> Scheme:

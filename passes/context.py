@@ -1,0 +1,89 @@
+"""What the stages know besides the graph, and where they leave what they did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from hot_compile.config import HotConfig
+from hot_compile.passes.cost.linear import Pricing, Rates
+from hot_compile.passes.cost.storing import StoragePrice, restored_by_readers, storing_seconds
+from hot_compile.passes.layers.match import GraphInputs
+from hot_compile.passes.layers.plan import Plan
+from hot_compile.passes.measure.observe import Observation
+from hot_compile.passes.measure.profile import Profile
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.record import Crossing
+from hot_compile.passes.storage.rise import Fused
+from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.within import Allowance, Met
+
+
+class Recorder(Protocol):
+    """Where stages leave what they did."""
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Keep a stage's graph."""
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Keep the outcome of a whole training graph."""
+
+    def budgeted(self, met: Met) -> None:
+        """Keep how the graph told of next stays within a budget of the step's peak."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the stages know besides the graph. One per backend call: calls may nest or overlap."""
+
+    config: HotConfig
+    inputs: GraphInputs
+    pricing: Pricing
+    recorder: Recorder
+    identity: str
+    """Digest of everything outside the graph that changes the code, for Inductor's cache key."""
+    profile: Profile | None = None
+    """What calibration measured of this model."""
+    observation: Observation | None = None
+    """Shown every layer's operands in each backward; the graph is then left exact."""
+    asked: HotConfig | None = None
+    """The user's own options, if ``config`` has more: warnings are about these."""
+    raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why a monitor has some tensors stored in more bits, by their names in a profile."""
+    allowance: Allowance | None = None
+    """What the graph may add to the device's memory, if there is a budget of a step's peak."""
+
+    def rates(self, device: torch.device) -> Rates | None:
+        """Of a device, the user's own laid over them; None: nothing can run there."""
+        found = self.pricing(device)
+        return None if isinstance(found, str) else found.override(dict(self.config.rates))
+
+    def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
+        """Of each node's device."""
+        devices = {node: node.meta["val"].device for node in nodes}
+        known = {device: self.rates(device) for device in set(devices.values())}
+        return {node: known[device] for node, device in devices.items()}
+
+    def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
+        """What says how many seconds storing one of ``found`` costs a step."""
+        known = self.rates_of(crosser.saved for crosser in found)
+
+        def price(crosser: Crosser, scheme: Scheme) -> float | None:
+            rates = known[crosser.saved]
+            return None if rates is None else storing_seconds(crosser, scheme, rates)
+
+        return price
+
+    def restores(self, found: Sequence[Crosser]) -> Fused:
+        """What says which of ``found`` the backward's kernels restore on their way."""
+        known = self.rates_of(crosser.saved for crosser in found)
+
+        def fused(crosser: Crosser, scheme: Scheme) -> bool:
+            rates = known[crosser.saved]
+            return rates is not None and restored_by_readers(crosser, scheme, rates)
+
+        return fused
