@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.site import bytes_of, hint
 
-SLACK = 0.04
+SLACK = 0.03
 """Share of a step that storing may take with ``memory="auto"``. Shorter forms of functions, and
 kernels that do more at once, were measured to win about as much."""
 
