@@ -35,6 +35,7 @@ from report import StepRow, environment, write_json
 from rich.console import Console
 from rich.table import Table
 from step import compiler_settings
+from tables import STOCK, TORCH, at_peak
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
@@ -44,7 +45,7 @@ from hot_compile.frameworks import trace_past_warnings
 from hot_compile.memory import peak_bytes
 
 ON_A_GPU = "vit-b-128,gpt2,resnet50-256"
-STOCK, LEAST, TORCH = "exact", "hot:memory_budget=0", "torch:"
+LEAST = "hot:memory_budget=0"
 WARM_UP = 20
 """Steps: the budget is corrected twice at most, five steps each."""
 ROUNDS = 6
@@ -173,30 +174,13 @@ def as_table(rows: list[Row], title: str) -> Table:
         asked = ("", "")
         if row.asked_bytes:
             asked = (f"{row.asked_bytes / 2**20:.0f}", f"{peak / row.asked_bytes:.3f}")
-        theirs = at_peak([r for r in rows if r.case == row.case], peak)
+        theirs = at_peak([asdict(r) for r in rows if r.case == row.case], peak)
         table.add_row(
             *(row.case, row.config, asked[0], f"{peak / 2**20:.0f}", asked[1]),
             *(f"{row.best_ms:.1f}", str(row.compiled)),
             "" if theirs is None or not row.asked_bytes else f"{theirs:.1f}",
         )
     return table
-
-
-def at_peak(rows: list[Row], peak: int) -> float | None:
-    """What stock takes at this peak with torch's own budget; None below the least it reaches."""
-    theirs = [r for r in rows if not r.error and r.config.startswith((TORCH, STOCK))]
-    above = min((r for r in theirs if r.peak_bytes >= peak), default=None, key=_peak)
-    below = max((r for r in theirs if r.peak_bytes <= peak), default=None, key=_peak)
-    if below is None:
-        return None
-    if above is None or above.peak_bytes == below.peak_bytes:
-        return below.best_ms
-    part = (peak - below.peak_bytes) / (above.peak_bytes - below.peak_bytes)
-    return below.best_ms + (above.best_ms - below.best_ms) * part
-
-
-def _peak(row: Row) -> int:
-    return row.peak_bytes
 
 
 def main(

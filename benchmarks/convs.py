@@ -12,17 +12,16 @@ exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import tables
 import torch
 import typer
-from layers import Rounds, geometric_mean, milliseconds
-from report import write_json
-from rich.console import Console
-from rich.table import Table
+from layers import Rounds, milliseconds
+from report import document, publish
 from torch import Tensor
 
 from hot_compile.config import Strategy
@@ -216,29 +215,6 @@ def measure(
     return timing
 
 
-def table_of(timings: list[Timing], title: str) -> Table:
-    """Times in ms and speedups over exact, one row per layer, and the geometric mean."""
-    table = Table(title=title)
-    for head in ("model", "size", "C", "O", "kernel", "exact ms"):
-        table.add_column(head, justify="right" if head != "model" else "left")
-    strategies = [name for name in METHODS if name != "exact"]
-    for name in strategies:
-        table.add_column(f"{name} ms", justify="right")
-        table.add_column("x", justify="right", style="bold")
-    table.add_column("plan", justify="right")
-    for t in timings:
-        kernel = f"{t.layer.kernel}" + (f"/{t.layer.stride}" if t.layer.stride > 1 else "")
-        cells = [t.layer.name, t.layer.size, t.layer.inputs, t.layer.outputs, kernel]
-        cells.append(f"{t.median('exact'):.2f}")
-        for name in strategies:
-            cells += [f"{t.median(name):.2f}", f"{t.speedup(name):.2f}"]
-        table.add_row(*map(str, cells), f"{t.predicted:.2f}")
-    means = [f"{geometric_mean([t.speedup(n) for t in timings]):.2f}" for n in strategies]
-    table.add_section()
-    table.add_row("geomean", *[""] * 5, *(c for mean in means for c in ("", mean)), "")
-    return table
-
-
 def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     batch: Annotated[int, typer.Option(help="samples")] = 8,
@@ -256,10 +232,9 @@ def main(
         measure(layer, batch, getattr(torch, dtype), target, rounds) for layer in SHAPES[shapes]
     ]
     title = f"convolution backward, cpu ({torch.get_num_threads()} threads), {dtype}, batch {batch}"
-    Console(width=130).print(table_of(timings, f"{title}, torch {torch.__version__}"))
-    if json_file:
-        arguments = {"title": title, "batch": batch, "dtype": dtype, "shapes": shapes}
-        write_json(json_file, target, arguments, [asdict(t) for t in timings])
+    arguments = {"title": title, "batch": batch, "dtype": dtype, "shapes": shapes}
+    said = document(target, arguments, timings)
+    publish(tables.convs, said, f"{title}, torch {torch.__version__}", json_file)
     return timings
 
 

@@ -10,19 +10,17 @@ Python's own library. Every configuration gets the same batches in the same orde
 from __future__ import annotations
 
 import copy
-import statistics
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import tables
 import torch
 import torch._dynamo
 import typer
 from models import Size, Workload, build
-from report import environment, write_json
-from rich.console import Console
-from rich.table import Table
+from report import document, environment, publish
 from step import compile_for
 from torch import Tensor
 from torch.nn import functional as F
@@ -87,20 +85,6 @@ def train(
     return torch.stack(losses).tolist()
 
 
-def as_table(curves: dict[str, list[float]], title: str) -> Table:
-    """Means over tenths of the run."""
-    table = Table(title=title)
-    table.add_column("steps")
-    for config in curves:
-        table.add_column(config, justify="right")
-    steps = len(next(iter(curves.values())))
-    width = max(1, steps // 10)
-    for first in range(0, steps - width + 1, width):
-        means = [statistics.fmean(c[first : first + width]) for c in curves.values()]
-        table.add_row(f"{first} to {first + width - 1}", *(f"{mean:.4f}" for mean in means))
-    return table
-
-
 def main(
     model: Annotated[str, typer.Option(help="a timm model or llama12x2048")],
     batch: Annotated[int, typer.Option(help="samples per step")] = 32,
@@ -122,12 +106,9 @@ def main(
         for config in configs.split(",")
     }
     title = f"{model}, batch {batch}, {'bf16' if bf16 else 'fp32'}, {environment(where)['device']}"
-    Console(width=120).print(as_table(curves, title))
-    if json_file:
-        arguments = {"model": model, "batch": batch, "steps": steps, "bf16": bf16}
-        write_json(
-            json_file, where, arguments, [{"config": c, "loss": v} for c, v in curves.items()]
-        )
+    arguments = {"model": model, "batch": batch, "steps": steps, "bf16": bf16}
+    rows = [{"config": config, "loss": losses} for config, losses in curves.items()]
+    publish(tables.curves, document(where, arguments, rows), title, json_file)
     return curves
 
 

@@ -16,7 +16,7 @@ import copy
 import importlib.util
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,10 +24,9 @@ import torch
 import torch._dynamo
 import transformers
 import typer
-from report import environment, write_json
-from rich.console import Console
-from rich.table import Table
+from report import document, environment, publish
 from step import compile_for, compiler_settings, synchronize
+from tables import heads
 from torch import Tensor, nn
 
 from hot_compile.frameworks import trace_past_warnings
@@ -159,26 +158,6 @@ def measure(
     return rows
 
 
-def as_table(rows: list[Row], title: str) -> Table:
-    """Times and peaks, each also against stock's."""
-    table = Table(title=title)
-    for column in ("model", "returns", "configuration"):
-        table.add_column(column)
-    for column in ("ms", "of stock's", "MiB peak", "of stock's", "loss"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        stock = next(r for r in rows if (r.model, r.gives) == (row.model, row.gives))
-        table.add_row(
-            *(row.model, row.gives, row.config),
-            f"{row.best_ms:.1f}",
-            f"{stock.best_ms / row.best_ms:.2f}x",
-            f"{row.peak_bytes / 2**20:.0f}",
-            f"{row.peak_bytes / stock.peak_bytes:.2f}",
-            f"{row.loss:.4f}",
-        )
-    return table
-
-
 def main(
     models: Annotated[str, typer.Option(help="comma-separated: gpt2, qwen3")] = "gpt2,qwen3",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -204,10 +183,8 @@ def main(
             runs = [c for c in configs.split(",") if c != "liger" or _has_liger(where, kind)]
             rows += measure(name, kind, runs, model, ids, dtype, rounds)
     title = f"heads, {dtype}, {environment(where)['device']}"
-    Console(width=120).print(as_table(rows, title))
-    if json_file:
-        arguments = {"dtype": dtype, "depth": depth, "batch": batch, "tokens": tokens}
-        write_json(json_file, where, arguments, [asdict(row) for row in rows])
+    arguments = {"dtype": dtype, "depth": depth, "batch": batch, "tokens": tokens}
+    publish(heads, document(where, arguments, rows), title, json_file)
     return rows
 
 

@@ -9,17 +9,16 @@ Inputs are random and evicted from, or rotated beyond, the L2 cache; the figure 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import tables
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from report import publish, show
 from torch import Tensor
 
 from hot_compile.runtime.native import build
@@ -75,11 +74,6 @@ class Product:
     name: str
     shape: tuple[int, int, int]
     microseconds: dict[str, float]
-
-    def tera_ops(self, what: str) -> float:
-        """10^12 multiplications and additions a second."""
-        m, n, k = self.shape
-        return 2 * m * n * k / self.microseconds[what] / 1e6
 
 
 def microseconds(call: Callable[[int], object], evict: Tensor | None = None) -> float:
@@ -171,38 +165,6 @@ def product(name: str, shape: tuple[int, int, int]) -> Product:
     return Product(name, shape, spent)
 
 
-def transform_table(found: list[Transform], copy: float) -> Table:
-    """Rates against the copy's."""
-    table = Table(title=f"transforms; copy {copy / 1e12:.2f} TB/s")
-    for head in ("operator", "shape", "dtype", "us", "TB/s", "% of copy"):
-        table.add_column(head, justify="left" if head == "operator" else "right")
-    for t in found:
-        rate = t.bytes_needed / t.microseconds * 1e6
-        cells = (t.name, f"{t.rows} x {t.columns}", t.dtype, f"{t.microseconds:.1f}")
-        table.add_row(*cells, f"{rate / 1e12:.2f}", f"{100 * rate / copy:.0f}")
-    return table
-
-
-def product_table(found: list[Product]) -> Table:
-    """Times, and operations a second of the bf16 output."""
-    table = Table(title="scaled_int_mm, microseconds")
-    for head in ("product", "M x N x K", "bf16", "Tops/s", "rank-1", "fp32", "torch.mm bf16", "x"):
-        table.add_column(head, justify="left" if head == "product" else "right")
-    for p in found:
-        us = p.microseconds
-        table.add_row(
-            p.name,
-            " x ".join(map(str, p.shape)),
-            f"{us['bf16']:.1f}",
-            f"{p.tera_ops('bf16'):.0f}",
-            f"{us['bf16 rank-1']:.1f}",
-            f"{us['fp32']:.1f}",
-            f"{us['torch.mm']:.1f}",
-            f"{us['torch.mm'] / us['bf16']:.2f}",
-        )
-    return table
-
-
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
 ) -> None:
@@ -213,15 +175,12 @@ def main(
     moved = [t for s in TRANSFORM_SHAPES for t in transforms(*s, torch.bfloat16)]
     moved += transforms(*TRANSFORM_SHAPES[2], torch.float32)
     products = [product(name, shape) for name, shape in PRODUCT_SHAPES.items()]
-    console = Console(width=120)
-    console.print(transform_table(moved, copy))
-    console.print(product_table(products))
-    if json_file:
-        device = torch.cuda.get_device_name()
-        facts = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
-        facts |= {"copy_bytes_per_second": copy, "transforms": [asdict(t) for t in moved]}
-        facts |= {"products": [asdict(p) for p in products]}
-        json_file.write_text(json.dumps(facts, indent=1) + "\n")
+    device = torch.cuda.get_device_name()
+    facts = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts |= {"copy_bytes_per_second": copy, "transforms": [asdict(t) for t in moved]}
+    facts |= {"products": [asdict(p) for p in products]}
+    show(tables.transforms([facts]), f"transforms; copy {copy / 1e12:.2f} TB/s")
+    publish(tables.products, facts, "scaled_int_mm", json_file)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ within a captured step, where the host's calls cost nothing.
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -24,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import tables
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from report import publish
 from torch import Tensor
 
 from hot_compile.config import HotConfig, Strategy
@@ -126,10 +124,6 @@ class Rounds:
         """Milliseconds."""
         return statistics.median(self.rounds[method])
 
-    def speedup(self, method: str) -> float:
-        """How many times faster than exact."""
-        return self.median("exact") / self.median(method)
-
 
 @dataclass
 class Timing(Rounds):
@@ -217,32 +211,6 @@ def planned(layer: Layer, rows: int, dtype: torch.dtype, rates: Rates) -> str:
     return f"{'int8' if gain >= HotConfig().min_gain else 'exact'} ({gain:.2f})"
 
 
-def geometric_mean(values: list[float]) -> float:
-    """exp(mean(log)), the mean for ratios."""
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
-def table_of(timings: list[Timing], title: str) -> Table:
-    """Times in ms and speedups over exact, one row per layer, and the geometric mean."""
-    table = Table(title=title)
-    for head in ("model", "rows", "O", "I", "exact ms"):
-        table.add_column(head, justify="right" if head != "model" else "left")
-    strategies = [name for name in METHODS if name != "exact"]
-    for name in strategies:
-        table.add_column(f"{name} ms", justify="right")
-        table.add_column("x", justify="right", style="bold")
-    table.add_column("planned")
-    for t in timings:
-        cells = [t.layer.name, t.rows, t.layer.outputs, t.layer.inputs, f"{t.median('exact'):.3f}"]
-        for name in strategies:
-            cells += [f"{t.median(name):.3f}", f"{t.speedup(name):.2f}"]
-        table.add_row(*map(str, cells), t.planned)
-    means = [f"{geometric_mean([t.speedup(n) for t in timings]):.2f}" for n in strategies]
-    table.add_section()
-    table.add_row("geomean", "", "", "", "", *(c for mean in means for c in ("", mean)))
-    return table
-
-
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
@@ -272,10 +240,8 @@ def main(
         f"layer backward, {way}{device} ({where}), {dtype}, batch {batch}, "
         f"torch {torch.__version__}"
     )
-    Console(width=120).print(table_of(timings, title))
-    if json_file:
-        facts = {"title": title, "layers": [asdict(t) for t in timings]}
-        json_file.write_text(json.dumps(facts, indent=1) + "\n")
+    facts = {"title": title, "layers": [asdict(t) for t in timings]}
+    publish(tables.layers, facts, title, json_file)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from typing import Annotated
 import torch
 import typer
 from models import Size, build
-from report import environment, write_json
+from report import document, environment, publish
 from step import DTYPES, compiler_settings
+from tables import monitoring
 
 import hot_compile
 
@@ -53,16 +54,11 @@ def main(
             times[number % 2].append(time.perf_counter() - start)
     # Forward 0 is usual and reads nothing; each usual one after a watched one reads its figures.
     usual, watched = (statistics.median(kind[2:]) for kind in times)
-    share = {n: (watched - usual) / (n * usual) for n in (100, 500, 1000)}
     facts = environment(where)
-    print(f"{model}, batch {batch}, {dtype}, {facts['device']}, torch {facts['torch']}\n")
-    print("| usual step, ms | watched step, ms | share at N = 100 | 500 | 1000 |")
-    print("|---|---|---|---|---|")
-    shares = " | ".join(f"{value:.2%}" for value in share.values())
-    print(f"| {usual * 1e3:.1f} | {watched * 1e3:.1f} | {shares} |")
+    title = f"{model}, batch {batch}, {dtype}, {facts['device']}, torch {facts['torch']}"
     row = {"usual_ms": usual * 1e3, "watched_ms": watched * 1e3}
-    if json_file:
-        write_json(json_file, where, {"model": model, "batch": batch, "dtype": dtype}, [row])
+    said = document(where, {"model": model, "batch": batch, "dtype": dtype}, [row])
+    publish(monitoring, said, title, json_file)
     return row
 
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
+import tables
 import torch
 import typer
 from kernels import EVICTION_BYTES, microseconds
-from report import environment, write_json
-from rich.console import Console
-from rich.table import Table
+from report import document, environment, publish
 from step import Json
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,11 +46,6 @@ class Row:
     width: int
     bytes_needed: int
     microseconds: float
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second."""
-        return self.bytes_needed / self.microseconds * 1e6
 
 
 def packer(x: Tensor, scheme: Scheme) -> fx.GraphModule:
@@ -169,17 +163,6 @@ def copy_rate(device: torch.device) -> float:
     return 2e6 * source.numel() / _time(lambda: target.copy_(source), device)
 
 
-def as_table(rows: list[Row], copy: float, title: str) -> Table:
-    """Times, and rates against the copy's."""
-    table = Table(title=f"{title}; copy {copy / 1e9:.0f} GB/s")
-    for head in ("what", "way", "width", "us", "GB/s", "% of copy"):
-        table.add_column(head, justify="left" if head in ("what", "way") else "right")
-    for row in rows:
-        cells = (row.what, row.way, str(row.width), f"{row.microseconds:.0f}")
-        table.add_row(*cells, f"{row.rate / 1e9:.0f}", f"{100 * row.rate / copy:.0f}")
-    return table
-
-
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     batch: Annotated[int, typer.Option(help=f"samples of {TOKENS} tokens")] = 8,
@@ -196,10 +179,8 @@ def main(
         x = torch.randn(batch * TOKENS, width, device=where, dtype=getattr(torch, name))
         rows += measure(x)
     title = f"ViT-B batch {batch}, {name}, {environment(where)['device']}"
-    Console(width=100).print(as_table(rows, copy, title))
-    if json_file:
-        arguments = {"batch": batch, "dtype": name, "copy_bytes_per_second": copy}
-        write_json(json_file, where, arguments, [asdict(row) for row in rows])
+    arguments = {"batch": batch, "dtype": name, "copy_bytes_per_second": copy}
+    publish(tables.packing, document(where, arguments, rows), title, json_file)
     return rows
 
 

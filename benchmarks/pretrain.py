@@ -25,10 +25,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from report import write_json
+from report import show, write_json
 from rich.console import Console
-from rich.table import Table
 from step import compile_for, synchronize
+from tables import pretraining
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -264,21 +264,7 @@ def report(
 ) -> None:
     """A table of several runs, each beside the first, and a picture of their curves."""
     runs = [row for path in paths for row in json.loads(path.read_text())["rows"]]
-    table = Table(
-        "configuration", "held-out loss", "of the first's", "right", "ms a step", "MiB peak"
-    )
-    last = runs[0]["curve"][-1][2]
-    for run in runs:
-        loss = run["curve"][-1][2]
-        table.add_row(
-            run["config"],
-            f"{loss:.4f}",
-            f"{(loss / last - 1) * 100:+.2f} %",
-            f"{run['score']:.4f}",
-            f"{run['step_ms']:.1f}",
-            f"{run['peak_bytes'] / 2**20:.0f}",
-        )
-    Console().print(table)
+    show(pretraining([{"rows": runs}]), runs[0]["task"])
     if plot:
         _plot(runs, plot)
 

@@ -9,16 +9,16 @@ exact with its standard error, pairing the runs of one seed (same weights, same 
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import tables
 import torch
 import typer
-from report import environment, write_json
+from report import document, environment, publish
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -45,17 +45,6 @@ class Row:
     step_ms: list[float] = field(default_factory=list)
     held_bytes: int = 0
 
-    @property
-    def mean(self) -> float:
-        """Over seeds."""
-        return statistics.fmean(self.scores)
-
-    def difference(self, exact: Row) -> tuple[float, float]:
-        """Mean of this minus exact, seed by seed, and the standard error of that mean."""
-        pairs = [a - b for a, b in zip(self.scores, exact.scores, strict=True)]
-        error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else float("nan")
-        return statistics.fmean(pairs), error
-
 
 def measure(task: Task, recipes: list[str], seeds: int, console: Console) -> list[Row]:
     """Train every recipe with every seed; seeds share what is compiled."""
@@ -70,23 +59,6 @@ def measure(task: Task, recipes: list[str], seeds: int, console: Console) -> lis
                 row.step_ms.append(run.median_step * 1e3)
                 row.held_bytes = run.held
     return list(rows.values())
-
-
-def markdown(rows: list[Row], task: Task) -> str:
-    """The table for docs/measured/benchmarks.md."""
-    exact = rows[0]
-    lines = [
-        f"| recipe | held-out {task.metric}, mean | lowest to highest | minus exact | MB held |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        mean, error = row.difference(exact)
-        against = "" if row is exact else f"{mean:+.4f} ± {error:.4f}"
-        spread = f"{min(row.scores):.4f} to {max(row.scores):.4f}"
-        lines.append(
-            f"| {row.recipe} | {row.mean:.4f} | {spread} | {against} | {row.held_bytes / 1e6:.1f} |"
-        )
-    return "\n".join(lines)
 
 
 def main(
@@ -105,11 +77,9 @@ def main(
     names = ["exact", *(r for r in recipes.split(",") if r and r != "exact")]
     rows = measure(work, names, seeds, Console(stderr=True))
     facts = environment(where)
-    print(f"{task}, {seeds} seeds, {work.steps} steps, torch {facts['torch']}, {facts['device']}\n")
-    print(markdown(rows, work))
-    if json_file:
-        arguments = {"task": task, "seeds": seeds, "steps": work.steps, "metric": work.metric}
-        write_json(json_file, where, arguments, [asdict(row) for row in rows])
+    title = f"{task}, {seeds} seeds, {work.steps} steps, torch {facts['torch']}, {facts['device']}"
+    arguments = {"task": task, "seeds": seeds, "steps": work.steps, "metric": work.metric}
+    publish(tables.quality, document(where, arguments, rows), title, json_file)
     return rows
 
 

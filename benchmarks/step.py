@@ -27,9 +27,8 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import typer
 from models import Size, Workload, build
-from report import environment, write_json
-from rich.console import Console
-from rich.table import Table
+from report import document, environment, publish
+from tables import training
 from torch import Tensor, nn
 
 from hot_compile.memory import held_bytes, peak_bytes
@@ -188,27 +187,6 @@ def measure(
     return [trainer.row for trainer in trainers]
 
 
-def as_table(rows: list[Row], title: str) -> Table:
-    """Times and bytes, each also against the first row."""
-    table = Table(title=title)
-    table.add_column("configuration")
-    for column in ("ms per step", "faster", "MB held", "smaller", "MB peak", "smaller", "loss"):
-        table.add_column(column, justify="right")
-    first = rows[0]
-    for row in rows:
-        table.add_row(
-            row.config,
-            f"{row.step_ms:.1f}",
-            f"{first.step_ms / row.step_ms:.2f}x",
-            f"{row.held_bytes / 1e6:.1f}",
-            f"{first.held_bytes / max(1, row.held_bytes):.2f}x",
-            f"{row.peak_bytes / 1e6:.1f}",
-            f"{first.peak_bytes / max(1, row.peak_bytes):.2f}x",
-            f"{row.loss:.4f}",
-        )
-    return table
-
-
 Width = Annotated[int | None, typer.Option(help="features, instead of the model's own")]
 Depth = Annotated[int | None, typer.Option(help="blocks, instead of the model's own")]
 Image = Annotated[int | None, typer.Option(help="image size, instead of the model's own")]
@@ -241,10 +219,8 @@ def main(
     size = Size(batch, depth, width, image, tokens)
     rows = measure(build(model, size), configs.split(","), where, dtype, rounds)
     title = f"{model}, batch {batch}, {dtype}, {environment(where)['device']}"
-    Console(width=120).print(as_table(rows, title))
-    if json_file:
-        arguments = {"model": model, "dtype": dtype, **asdict(size)}
-        write_json(json_file, where, arguments, [asdict(row) for row in rows])
+    arguments = {"model": model, "dtype": dtype, **asdict(size)}
+    publish(training, document(where, arguments, rows), title, json_file)
     return rows
 
 

@@ -11,15 +11,11 @@ HEADERS = "precompiled_headers"
 def own_cache(folder: Path) -> dict[str, str]:
     """The environment in which Inductor's caches lie in ``folder``.
 
-    Precompiled headers are this process's, and what the CPU can do is not tried by compiling.
+    Precompiled headers are this process's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shared = Path(cache_dir()) / HEADERS
     shared.mkdir(parents=True, exist_ok=True)
     if not (folder / HEADERS).exists():
         (folder / HEADERS).symlink_to(shared, target_is_directory=True)
-    return {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",
-    }
+    return {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}

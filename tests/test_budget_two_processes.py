@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import in_two_processes
 from test_two_processes import distributed, parallel, sharded, whole
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
@@ -140,4 +141,4 @@ DDP, FSDP2, TENSOR = (
     "checks", [(DDP, checkpointed), pytest.param((FSDP2, TENSOR), marks=pytest.mark.slow)]
 )
 def test_processes_may_be_corrected_at_different_steps(tmp_path, checks):
-    torch.multiprocessing.spawn(in_turn, (tmp_path, checks), nprocs=2)
+    in_two_processes(in_turn, tmp_path, checks)

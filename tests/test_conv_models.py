@@ -23,8 +23,9 @@ SIZES = {
     "regnetx_002": 64,
     "mobilenetv3_small_100": 64,
 }
-FAST = ("resnet18", "regnetx_002")
-MODELS = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIZES]
+MODELS = [
+    pytest.param(name, marks=[] if name == "resnet18" else [pytest.mark.slow]) for name in SIZES
+]
 
 
 def build(name):

@@ -38,25 +38,24 @@ def test_minimal(example):
     assert 0 < example("minimal").main() < 1
 
 
-@pytest.mark.parametrize(
-    ("name", "picture", "uncompiled"),
-    [
-        ("train_vit_digits", "vit_digits.png", {"inductor"}),
-        ("train_char_gpt", "char_gpt.png", {"inductor", "hot"}),
-    ],
-)
-def test_quick_training(example, tmp_path, monkeypatch, name, picture, uncompiled):
-    """HOT lowers the ViT as in a user's run; its twin and the GPT run node by node."""
-    variants = example("common").Variant
-    lowered, whole = variants.compile, {"inductor": compile_fx, "hot": hot}
+@pytest.fixture
+def node_by_node(example, monkeypatch):
+    """What the example compiles runs so: ``test_minimal`` is lowered as in a user's run."""
+    whole = {"inductor": compile_fx, "hot": hot}
 
     def compiled(variant, model):
-        if variant.backend not in uncompiled:
-            return lowered(variant, model)
         backend = functools.partial(whole[variant.backend], inner_compile=run_uncompiled)
         return torch.compile(model, backend=backend, options=variant.options)
 
-    monkeypatch.setattr(variants, "compile", compiled)
+    monkeypatch.setattr(example("common").Variant, "compile", compiled)
+
+
+@pytest.mark.usefixtures("node_by_node")
+@pytest.mark.parametrize(
+    ("name", "picture"),
+    [("train_vit_digits", "vit_digits.png"), ("train_char_gpt", "char_gpt.png")],
+)
+def test_quick_training(example, tmp_path, name, picture):
     trains(example, tmp_path, name, picture)
 
 
@@ -204,6 +203,7 @@ def test_unknown_task_lists_the_valid_ones(example, tmp_path):
         example("train_resnet_digits").main(task="faces", quick=True, out=tmp_path)
 
 
+@pytest.mark.usefixtures("node_by_node")
 def test_unknown_recipe_lists_the_valid_ones(example, tmp_path):
     with pytest.raises(Exception, match="fast"):
         example("train_vit_digits").main(recipe="warm", quick=True, out=tmp_path)

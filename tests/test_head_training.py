@@ -3,13 +3,11 @@
 import contextlib
 import copy
 import functools
-import subprocess
-import sys
-import tempfile
 
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import in_two_processes
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -128,27 +126,8 @@ def test_lora(name):
 # Two processes
 
 
-def in_two_processes(*names):
-    """``as_exact`` of these settings in a gloo group of two.
-
-    Forked by a process of its own: autograd, once it ran, forbids forking.
-    """
-    done = subprocess.run(
-        [sys.executable, __file__, *names], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def main(names):
-    """What ``in_two_processes`` runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            process, (f"{folder}/store", names), RANKS, start_method="fork"
-        )
-
-
 def process(rank, store, names):
-    """One of the two."""
+    """``as_exact`` of these settings in a gloo group of two."""
     torch.set_num_threads(1)
     group = torch.distributed
     group.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -246,15 +225,16 @@ SETTINGS = {
 }
 
 
-def test_two_processes_with_a_tied_head_and_accumulation():
-    in_two_processes("tied, ddp", "tied, fsdp2")
+def test_two_processes_with_a_tied_head_and_accumulation(tmp_path):
+    in_two_processes(process, tmp_path / "store", ("tied, ddp", "tied, fsdp2"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_with_gpt2(kind):
+def test_two_processes_with_gpt2(tmp_path, kind):
     pytest.importorskip("transformers")
-    in_two_processes(*(name for name in SETTINGS if name.startswith(kind)))
+    names = [name for name in SETTINGS if name.startswith(kind)]
+    in_two_processes(process, tmp_path / "store", names)
 
 
 # Hugging Face's Trainer
@@ -317,7 +297,3 @@ def test_trainer_with_accumulation_and_padding(monkeypatch, tmp_path, name):
     agree(got[1], want[1], 1e-5)
     assert heads(reports)
     assert all(head.way == FORWARD for head in heads(reports)), heads(reports)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -6,6 +6,7 @@ import functools
 import torch
 import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
+from forked import in_two_processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,4 +95,4 @@ def in_turn(rank, folder):
 
 
 def test_gradients_are_one_processes_and_checkpoints_are_the_models(tmp_path):
-    torch.multiprocessing.spawn(in_turn, (tmp_path,), nprocs=2)
+    in_two_processes(in_turn, tmp_path)

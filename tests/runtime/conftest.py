@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -50,6 +51,19 @@ def isa_libraries() -> list[torch.library.Library]:
         for name, schema in ops.SCHEMAS.items():
             library.define(name + schema)
     return libraries
+
+
+M_PERTURB, POISON = -6, 0x5A
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """A byte that no kernel writes shows: glibc fills fresh memory, as by MALLOC_PERTURB_."""
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None) or (lambda *_: None)
+    mallopt(M_PERTURB, POISON ^ 0xFF)
+    yield
+    mallopt(M_PERTURB, 0)
 
 
 @pytest.fixture(autouse=True)

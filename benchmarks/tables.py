@@ -1,0 +1,338 @@
+"""The tables of the measured pages, and of the terminal: from what a benchmark writes as JSON.
+
+Each function takes files' contents, one or several, and gives the head and the rows of one table.
+Figures that several benchmarks derive from their raw ones (medians, ratios to the first row) are
+derived here only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+Document = dict[str, Any]
+Raw = dict[str, Any]
+Lines = list[tuple[str, ...]]
+MIB, GIB = 2**20, 2**30
+STOCK, TORCH = "exact", "torch:"
+"""Configurations of ``budget.py``: stock Inductor as it is, and with torch's own budget."""
+NAMES = {
+    "gpt2": "GPT-2 124M, 8 × 1024, logits returned",
+    "gpt2-loss": "the same, loss only",
+    "vit-b-256": "ViT-B/16, batch 256, AdamW",
+    "vit-b-128": "ViT-B/16, batch 128",
+    "llama6x2048": "Llama 6 × 2048, 4 × 2048 tokens",
+    "llama12x2048": "Llama 12 × 2048, 8 × 2048 tokens, AdamW",
+    "qwen3": "Qwen3-like, 4 × 1024, vocabulary 152k, 4 × 2048",
+    "resnet50-256": "ResNet-50, batch 256, AdamW",
+    "mixer-b-128": "MLP-Mixer B/16, batch 128",
+    "convnext-t-128": "ConvNeXt-T, batch 128",
+    "swin-t-128": "Swin-T, batch 128",
+    "bert": "BERT, masked words, 32 × 512",
+}
+ONE_READ = "quantize_one_read"
+"""What was called ``quantize_shared`` when it was measured."""
+
+
+def times(ratio: float) -> str:
+    """``1.234`` as ``1.23×``."""
+    return f"{ratio:.2f}×"
+
+
+def duration(ms: float) -> str:
+    """Below a millisecond in microseconds."""
+    return f"{ms:.1f} ms" if ms >= 1 else f"{ms * 1e3:.0f} µs"
+
+
+def numbers(lines: Lines) -> list[bool]:
+    """Of each column whether it holds numbers: whether its first filled cell begins as one."""
+    columns = zip(*lines[1:], strict=True)
+    return [bool(re.match(r"\W*\d", next(filter(None, column), ""))) for column in columns]
+
+
+def by_case(documents: Iterable[Document]) -> dict[str, list[Raw]]:
+    """Rows by case; of cases that several files have, the last one's."""
+    known: dict[str, list[Raw]] = {}
+    for document in documents:
+        found: dict[str, list[Raw]] = {}
+        for row in document["rows"]:
+            found.setdefault(row["case"], []).append(row)
+        known |= found
+    return known
+
+
+def steps(documents: list[Document]) -> Lines:
+    """``against_stock.py``: each figure, and time and peak against the case's first."""
+    head = ("model", "", "ms", "speed", "host ms", "launches", "peak MiB", "of stock's")
+    made = [(*head, "compile s")]
+    for case, rows in by_case(documents).items():
+        stock = rows[0]
+        for row in rows:
+            first = row is stock
+            made.append(
+                (
+                    NAMES.get(case, case) if first else "",
+                    row["config"] if first else f"**{row['config']}**",
+                    f"{row['best_ms']:.1f}",
+                    "" if first else times(stock["best_ms"] / row["best_ms"]),
+                    f"{row['host_ms']:.1f}",
+                    str(row["launches"]),
+                    f"{row['peak_bytes'] / MIB:.0f}",
+                    "" if first else f"{row['peak_bytes'] / stock['peak_bytes']:.2f}",
+                    f"{row['compile_s']:.0f}",
+                )
+            )
+    return made
+
+
+def at_peak(rows: list[Raw], peak: int) -> float | None:
+    """What stock takes at this peak with torch's own budget; None below the least it reaches."""
+    theirs = [r for r in rows if not r["error"] and r["config"].startswith((TORCH, STOCK))]
+    above = min((r for r in theirs if r["peak_bytes"] >= peak), default=None, key=_peak)
+    below = max((r for r in theirs if r["peak_bytes"] <= peak), default=None, key=_peak)
+    if below is None:
+        return None
+    if above is None or _peak(above) == _peak(below):
+        return below["best_ms"]
+    part = (peak - _peak(below)) / (_peak(above) - _peak(below))
+    return below["best_ms"] + (above["best_ms"] - below["best_ms"]) * part
+
+
+def _peak(row: Raw) -> int:
+    return row["peak_bytes"]
+
+
+def budgets(documents: list[Document]) -> Lines:
+    """``budget.py``: rows with a budget, beside torch's own at the same peak."""
+    made: Lines = [("model", "MiB asked", "peak", "of asked", "ms", "torch's ms at that peak")]
+    for case, rows in by_case(documents).items():
+        mine = [row for row in rows if not row["error"] and row["best_ms"] < float("inf")]
+        if not any(row["asked_bytes"] for row in mine):
+            continue
+        least = min(row["peak_bytes"] for row in mine if row["config"].startswith(TORCH))
+        for row in mine:
+            peak, asked = row["peak_bytes"], row["asked_bytes"]
+            ms = f"{row['best_ms']:.1f}"
+            if row["config"] == STOCK:
+                made.append((f"{NAMES[case]}: stock", "", f"{peak / MIB:.0f}", "", ms, ""))
+            if asked:
+                theirs = at_peak(mine, peak)
+                said = f"its least is {least / MIB:.0f}" if theirs is None else f"{theirs:.1f}"
+                sizes = (f"{asked / MIB:.0f}", f"{peak / MIB:.0f}", f"{peak / asked:.2f}")
+                made.append(("", *sizes, ms, said))
+    return made
+
+
+def training(documents: list[Document]) -> Lines:
+    """``step.py``: times and bytes, each also against the model's first row."""
+    head = ("model", "configuration", "ms a step", "faster", "GiB held", "smaller")
+    made: Lines = [(*head, "GiB peak", "smaller")]
+    for document in documents:
+        told, first = document["arguments"], document["rows"][0]
+        title = f"{told['model']}, batch {told['batch']}, {told['dtype']}"
+        for row in document["rows"]:
+            cells = [title if row is first else "", row["config"], f"{row['step_ms']:.1f}"]
+            cells.append("" if row is first else times(first["step_ms"] / row["step_ms"]))
+            for key in ("held_bytes", "peak_bytes"):
+                cells.append(f"{row[key] / GIB:.2f}")
+                cells.append("" if row is first else times(first[key] / max(1, row[key])))
+            made.append(tuple(cells))
+    return made
+
+
+def median(timed: Raw, method: str) -> float:
+    """Milliseconds of one of ``layers.py``'s or ``convs.py``'s methods."""
+    return statistics.median(timed["rounds"][method]) if "rounds" in timed else timed["ms"][method]
+
+
+def speedups(runs: Iterable[tuple[str, list[tuple[str, Raw]]]]) -> Lines:
+    """Of each run a title, then exact's time and every method's gain a layer, then their means."""
+    made: Lines = []
+    for title, timed in runs:
+        first = timed[0][1]
+        methods = [name for name in first.get("rounds", first.get("ms")) if name != "exact"]
+        made = made or [("", "exact", *methods)]
+        made.append((f"**{title}**", *[""] * (len(methods) + 1)))
+        gains = []
+        for layer, row in timed:
+            gains.append([median(row, "exact") / median(row, name) for name in methods])
+            made.append((layer, duration(median(row, "exact")), *map(times, gains[-1])))
+        means = map(statistics.geometric_mean, zip(*gains, strict=True))
+        made.append(("geomean", "", *(f"**{times(mean)}**" for mean in means)))
+    return made
+
+
+def layers(documents: list[Document]) -> Lines:
+    """``layers.py``; a file may hold several runs."""
+    runs = [run for d in documents for run in (d["layers"] if "title" not in d else [d])]
+    return speedups((run["title"], [(_layer(row), row) for row in run["layers"]]) for run in runs)
+
+
+def _layer(row: Raw) -> str:
+    layer = row["layer"]
+    return f"{layer['name']} {row['rows']} × {layer['outputs']} × {layer['inputs']}"
+
+
+def convs(documents: list[Document]) -> Lines:
+    """``convs.py``; the last column is what the cost model predicts."""
+    runs = [(document["arguments"]["title"], document["rows"]) for document in documents]
+    plan = ["plan's int4"]
+    for _, rows in runs:
+        plan += ["", *(times(row["predicted"]) for row in rows), ""]
+    made = speedups((title, [(_conv(row), row) for row in rows]) for title, rows in runs)
+    return [(*line, cell) for line, cell in zip(made, plan, strict=True)]
+
+
+def _conv(row: Raw) -> str:
+    conv = row["layer"]
+    shape = f"{conv['size']}², {conv['inputs']} → {conv['outputs']}"
+    stride = f", stride {conv['stride']}" if conv["stride"] > 1 else ""
+    return f"{conv['name']} {shape}, {conv['kernel']}×{conv['kernel']}{stride}"
+
+
+def quality(documents: list[Document]) -> Lines:
+    """``quality.py``: the metric over seeds, and its difference from exact's, seed by seed."""
+    made: Lines = [("recipe", "held-out, mean", "lowest to highest", "minus exact", "MB held")]
+    for document in documents:
+        exact = document["rows"][0]
+        for row in document["rows"]:
+            scores = row["scores"]
+            mean, error = difference(scores, exact["scores"])
+            made.append(
+                (
+                    row["recipe"],
+                    f"{statistics.fmean(scores):.4f}",
+                    f"{min(scores):.4f} to {max(scores):.4f}",
+                    "" if row is exact else f"{mean:+.4f} ± {error:.4f}",
+                    f"{row['held_bytes'] / 1e6:.1f}",
+                )
+            )
+    return made
+
+
+def difference(scores: list[float], exact: list[float]) -> tuple[float, float]:
+    """Mean of ``scores`` minus exact's, seed by seed, and the standard error of that mean."""
+    pairs = [a - b for a, b in zip(scores, exact, strict=True)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else math.nan
+    return statistics.fmean(pairs), error
+
+
+def heads(documents: list[Document]) -> Lines:
+    """``head.py``: times and peaks, each also against stock's."""
+    made: Lines = [("model", "returns", "", "ms", "speed", "MiB peak", "of stock's")]
+    rows = [row for document in documents for row in document["rows"]]
+    for (model, gives), group in groupby(rows, key=lambda row: (row["model"], row["gives"])):
+        stock, *others = group
+        made.append((model, gives, stock["config"], *_head(stock, stock)))
+        made += [("", "", f"**{row['config']}**", *_head(row, stock)) for row in others]
+    return made
+
+
+def _head(row: Raw, stock: Raw) -> tuple[str, ...]:
+    speed, size = stock["best_ms"] / row["best_ms"], row["peak_bytes"] / stock["peak_bytes"]
+    against = ("", "") if row is stock else (times(speed), f"{size:.2f}")
+    return f"{row['best_ms']:.1f}", against[0], f"{row['peak_bytes'] / MIB:.0f}", against[1]
+
+
+def rate(row: Raw, copy: float) -> str:
+    """Microseconds, and bytes a second as a share of a copy's."""
+    share = row["bytes_needed"] / row["microseconds"] * 1e6 / copy
+    return f"{row['microseconds']:.0f} µs, {100 * share:.0f} %"
+
+
+def transforms(documents: list[Document]) -> Lines:
+    """``kernels.py``: operators by shape; of operators that several files have, the last one's."""
+    found: dict[str, dict[str, str]] = {}
+    for document in documents:
+        for row in document["transforms"]:
+            name = re.sub(r" \([xW]\)$", "", row["name"].replace("quantize_shared", ONE_READ))
+            shape = f"{row['rows']} × {row['columns']}"
+            shape = shape if row["dtype"] == "bfloat16" else f"{shape}, {row['dtype']}"
+            found.setdefault(name, {})[shape] = rate(row, document["copy_bytes_per_second"])
+    shapes = list(dict.fromkeys(shape for cells in found.values() for shape in cells))
+    rows = [(name, *(cells.get(s, "") for s in shapes)) for name, cells in sorted(found.items())]
+    return [("operator", *shapes), *rows]
+
+
+def products(documents: list[Document]) -> Lines:
+    """``kernels.py``: integer products with bf16 output."""
+    made: Lines = [("product", "M × N × K", "µs", "Tops/s", "torch.mm bf16", "faster")]
+    for row in (row for document in documents for row in document["products"]):
+        ours, theirs = row["microseconds"]["bf16"], row["microseconds"]["torch.mm"]
+        ops = 2 * math.prod(row["shape"]) / ours / 1e6
+        shape = " × ".join(map(str, row["shape"]))
+        speed = (f"{ours:.0f}", f"{ops:.0f}", f"{theirs:.0f}", times(theirs / ours))
+        made.append((row["name"], shape, *speed))
+    return made
+
+
+def packing(documents: list[Document]) -> Lines:
+    """``packing.py``: ways of storing, with rates against a copy's."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for document in documents:
+        copy = document["arguments"]["copy_bytes_per_second"]
+        for row in document["rows"]:
+            width = f"width {row['width']}"
+            found.setdefault((row["what"], row["way"]), {})[width] = rate(row, copy)
+    widths = list(dict.fromkeys(width for cells in found.values() for width in cells))
+    return [("", "", *widths), *((*way, *cells.values()) for way, cells in found.items())]
+
+
+def curves(documents: list[Document]) -> Lines:
+    """``curves.py``: mean losses over tenths of the run."""
+    rows = [row for document in documents for row in document["rows"]]
+    width = max(1, len(rows[0]["loss"]) // 10)
+    made: Lines = [("steps", *(row["config"] for row in rows))]
+    for first in range(0, len(rows[0]["loss"]) - width + 1, width):
+        means = (statistics.fmean(row["loss"][first : first + width]) for row in rows)
+        made.append((f"{first} to {first + width - 1}", *(f"{mean:.3f}" for mean in means)))
+    return made
+
+
+def monitoring(documents: list[Document]) -> Lines:
+    """``monitor.py``: usual and watched steps, and the share of time at N steps a watched one."""
+    made: Lines = [("", "usual step, ms", "watched step, ms", "share at N = 100", "500", "1000")]
+    for document in documents:
+        (row,) = document["rows"]
+        usual, watched = row["usual_ms"], row["watched_ms"]
+        shares = (f"{100 * (watched - usual) / (n * usual):.2f} %" for n in (100, 500, 1000))
+        dtype = document["arguments"].get("dtype", "fp32")
+        made.append((dtype, f"{usual:.1f}", f"{watched:.1f}", *shares))
+    return made
+
+
+def pretraining(documents: list[Document]) -> Lines:
+    """``pretrain.py``: held-out losses at steps that all runs were asked at, and at the end."""
+    runs = [row for document in documents for row in document["rows"]]
+    losses = [{at[0]: at[2] for at in run["curve"]} for run in runs]
+    asked = sorted(set.intersection(*map(set, losses)))
+    chosen, last = list(dict.fromkeys((*asked[1:3], asked[-1]))), asked[-1]
+    head = ("configuration", *(f"after {step}" for step in chosen), "beside the first")
+    made: Lines = [(*head, "at the end", "right", "ms a step", "MiB peak")]
+    for run, loss in zip(runs, losses, strict=True):
+        share = f"{100 * (loss[last] / losses[0][last] - 1):+.1f} %"
+        made.append(
+            (
+                run["config"],
+                *(f"{loss[step]:.4f}" for step in chosen),
+                "" if run is runs[0] else share,
+                f"{run['curve'][-1][2]:.4f} ({run['curve'][-1][0]})",
+                "" if math.isnan(run["score"]) else f"{run['score']:.4f}",
+                f"{run['step_ms']:.1f}",
+                f"{run['peak_bytes'] / MIB:.0f}",
+            )
+        )
+    return made
+
+
+TABLES: dict[str, Callable[[list[Document]], Lines]] = {
+    table.__name__: table
+    for table in (
+        *(steps, budgets, training, layers, convs, quality, heads),
+        *(transforms, products, packing, curves, monitoring, pretraining),
+    )
+}

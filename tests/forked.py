@@ -1,0 +1,13 @@
+"""Processes that need not import torch: a server forks them that has, and never ran autograd."""
+
+import multiprocessing
+
+import torch
+
+PRELOADED = ["hot_compile.testing", "torch._inductor.compile_fx"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def in_two_processes(function, *args):
+    """``function(rank, *args)`` in two of them at once."""
+    torch.multiprocessing.start_processes(function, args, nprocs=2, start_method="forkserver")
