@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from hot_compile.passes.centring import centred, mark
 from hot_compile.passes.cost.linear import Pricing, Rates
 from hot_compile.passes.cost.storing import (
     StoragePrice,
+    host_seconds,
     restored_by_readers,
     rows_seconds,
     storing_seconds,
@@ -105,6 +106,8 @@ class Context:
     """Why a monitor has some tensors stored in more bits, by their names in a profile."""
     allowance: Allowance | None = None
     """What the graph may add to the device's memory, if there is a budget of a step's peak."""
+    captured: bool = False
+    """Steps are to be CUDA graphs."""
 
     def rates_of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Rates | None]:
         """Of each node's device, the user's own laid over them; None: nothing can run there."""
@@ -116,11 +119,23 @@ class Context:
 
     def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
         """What says how many seconds storing one of ``found`` costs a step."""
+        return self._prices(found, storing_seconds)
+
+    def host_prices(self, found: Sequence[Crosser]) -> StoragePrice:
+        """What says how many seconds one of ``found`` is under way to host memory and back.
+
+        A CUDA graph has no such ways: they cross from one graph to another.
+        """
+        return self._prices(found, (lambda *_: None) if self.captured else host_seconds)
+
+    def _prices(
+        self, found: Sequence[Crosser], seconds: Callable[[Crosser, Scheme, Rates], float | None]
+    ) -> StoragePrice:
         known = self.rates_of(crosser.saved for crosser in found)
 
         def price(crosser: Crosser, scheme: Scheme) -> float | None:
             rates = known[crosser.saved]
-            return None if rates is None else storing_seconds(crosser, scheme, rates)
+            return None if rates is None else seconds(crosser, scheme, rates)
 
         return price
 
@@ -247,8 +262,10 @@ class Partitioned:
     cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Crosser] = dataclasses.field(default_factory=list)
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
+    hosted: frozenset[Crosser] = frozenset()
+    """What waits for the backward in host memory, as it is stored."""
     seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
-    """Predicted for each of ``chosen``."""
+    """Predicted for each of ``chosen`` and ``hosted``."""
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
     names: dict[Crosser, str] = dataclasses.field(default_factory=dict)
     """What profiles and options call ``found``."""
@@ -332,10 +349,14 @@ def _plan_storage(cut: Partitioned) -> int:
         if cut.fit is None:
             cut.chosen = plan_storage(cut.found, config, price, won, measured, cut.fewest)
         else:
-            cut.chosen = _within(cut, cut.fit, price, measured)
+            _within(cut, cut.fit, price, measured)
         cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
-    return len(cut.chosen)
+        away = cut.context.host_prices(cut.found)
+        for c in cut.hosted:
+            way = away(c, cut.chosen.get(c, Scheme.EXACT))
+            cut.seconds[c] = (cut.seconds.get(c) or 0.0) + (way or 0.0)
+    return len(cut.seconds)
 
 
 def _within(
@@ -343,7 +364,7 @@ def _within(
     fit: Fit,
     price: StoragePrice,
     measured: Mapping[Crosser, Mapping[str, StorageMeasure]],
-) -> dict[Crosser, Scheme]:
+) -> None:
     """What to store so that the step stays within its budget; says how that is met."""
     context, may = cut.context, cut.context.allowance
     assert may is not None
@@ -351,22 +372,23 @@ def _within(
     within = Within({}, fit.rise, fit.above)
     if fit.stores:
         counted = rise.held if may.between else rise
-        others = price, measured, cut.fewest
+        others = price, measured, cut.fewest, context.host_prices(cut.found)
         within = plan_within(cut.found, context.config, counted, may.rise, *others)
+    cut.chosen, cut.hosted = within.chosen, within.hosted
     cut.met = Met(
         asked=may.asked,
         standing=may.standing,
         to_come=may.to_come,
-        rise=rise(within.chosen),
-        held=rise.held(within.chosen),
+        rise=rise(cut.chosen, cut.hosted),
+        held=rise.held(cut.chosen, cut.hosted),
         most=fit.most,
         above=max(within.above, fit.above) if within.above == within.rise else within.above,
         least=within.least,
         recomputed=fit.recomputed,
-        stored=len(within.chosen),
+        stored=len(cut.chosen),
+        hosted=len(cut.hosted),
         between=may.between,
     )
-    return within.chosen
 
 
 def _names(cut: Partitioned) -> dict[Crosser, str]:
@@ -406,7 +428,7 @@ def _why(cut: Partitioned, crosser: Crosser, measured: Mapping[str, StorageMeasu
 
 
 def _store(cut: Partitioned) -> int:
-    cut.stored = store(*cut.graphs, cut.num_fwd_outputs, cut.chosen)
+    cut.stored = store(*cut.graphs, cut.num_fwd_outputs, cut.chosen, cut.hosted)
     return len(cut.stored)
 
 

@@ -1,12 +1,13 @@
 """Partitioned graphs -> the same with crossing tensors stored compressed. Never chooses.
 
 A tensor is packed after its last use in the forward and unpacked before its first use in the
-backward, so that the whole of it exists on neither side in between.
+backward, so that the whole of it exists on neither side in between. What is kept of it may go to
+host memory there; it is fetched back while the one before it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, returned, strip, walk
+from hot_compile.passes.graph import (
+    CASTS,
+    CHANNEL_DIM,
+    VIEWS,
+    aten,
+    placeholders,
+    returned,
+    strip,
+    walk,
+)
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
@@ -23,28 +33,38 @@ from hot_compile.passes.storage.normalised import sums_to_one
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.readers import kept_dims
 from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.runtime.host_copies import LANES
 
+hot = torch.ops.hot
+_LANE, _AHEAD = 1, 3
+"""Places of ``to_host``'s and of ``arrive``'s arguments."""
 _LEAST_SUM = 0.5
 """Of restored probabilities: their rounding loses thousandths, not half of a row."""
 
 
 def store(
-    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, chosen: Mapping[Crosser, Scheme]
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_fwd_outputs: int,
+    chosen: Mapping[Crosser, Scheme],
+    hosted: Set[Crosser] = frozenset(),
 ) -> dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]]:
-    """Store every crossing tensor of ``chosen`` by its scheme; both graphs change in place.
+    """Store every crossing tensor of ``chosen`` by its scheme, those of ``hosted`` on the host.
 
-    Returns for each of them what the forward keeps in its place.
+    Both graphs change in place. Returns for each of them what the forward keeps in its place.
     """
     edit = _Edit(forward, backward, num_fwd_outputs)
     carried = {c.own_mask for c, scheme in chosen.items() if scheme is not scheme.plain}
     stored: dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]] = {}
-    for crosser, scheme in chosen.items():
-        if scheme is Scheme.EXACT:
+    exact = sorted(hosted - chosen.keys(), key=lambda crosser: crosser.saved)
+    for crosser, scheme in (*chosen.items(), *((c, Scheme.EXACT) for c in exact)):
+        host = crosser in hosted
+        if scheme is Scheme.EXACT and not host:
             continue
-        for mask in crosser.masks:
+        for mask in crosser.masks if scheme is not Scheme.EXACT else ():
             if mask not in carried:
-                edit.keep_mask(mask, beside=crosser)
-        stored[crosser] = scheme, edit.replace(crosser, scheme)
+                edit.keep_mask(mask, crosser, host)
+        stored[crosser] = scheme, edit.replace(crosser, scheme, host)
     edit.finish()
     return stored
 
@@ -62,17 +82,20 @@ class _Edit:
         self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
 
-    def replace(self, crosser: Crosser, scheme: Scheme) -> tuple[fx.Node, ...]:
-        """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted."""
+    def replace(self, crosser: Crosser, scheme: Scheme, host: bool) -> tuple[fx.Node, ...]:
+        """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted.
+
+        ``host``: in host memory.
+        """
         slot, arriving = self._slot_of[crosser.saved], crosser.restored
         slot.remove(crosser.saved)
         if arriving.users:
             mask = None if scheme is scheme.plain else crosser.own_mask
-            slot += self._store(crosser.saved, arriving, arriving, scheme, mask)
+            slot += self._store(crosser.saved, arriving, arriving, scheme, host, mask)
         self._backward.erase_node(arriving)
         return tuple(slot)
 
-    def keep_mask(self, mask: Mask, beside: Crosser) -> None:
+    def keep_mask(self, mask: Mask, beside: Crosser, host: bool) -> None:
         """Make the backward's comparison in the forward instead, and save its bits."""
         if mask in self._masks:
             return  # another tensor it is recomputed from was stored before
@@ -81,7 +104,8 @@ class _Edit:
         made = _make(mask, Emitter(self._forward, _after_last_use(compared), compared))
         bits = isinstance(layout_of(made.meta["val"], Scheme.BITS), Layout)
         scheme = Scheme.BITS if bits else Scheme.EXACT
-        self._slot_of[beside.saved] += self._store(made, mask.node, beside.restored, scheme)
+        kept = self._store(made, mask.node, beside.restored, scheme, host)
+        self._slot_of[beside.saved] += kept
         self._backward.erase_node(mask.node)
 
     def _store(
@@ -90,6 +114,7 @@ class _Edit:
         wanted: fx.Node,
         beside: fx.Node,
         scheme: Scheme,
+        host: bool,
         mask: Mask | None = None,
     ) -> tuple[fx.Node, ...]:
         """Pack ``saved`` in the forward and give the users of the backward's ``wanted`` its value.
@@ -103,10 +128,14 @@ class _Edit:
         stored = in_order(emit, saved)
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
         parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
+        if host:
+            parts = emit.parts(emit(hot.to_host.default, list(parts), 0))
         arriving = tuple(self._placeholder(part, beside) for part in parts)
         emit = Emitter(self._backward, min(wanted.users), wanted)
+        if host:
+            arriving = self._arriving(emit, arriving, stored.meta["val"].device)
         value = unpack(emit, arriving, stored.meta["val"], scheme)
-        if sums_to_one(saved):
+        if scheme is not Scheme.EXACT and sums_to_one(saved):
             # a softmax's backward takes from each gradient their mean by these: where a row is
             # saturated nothing else is left, and what the sum lacks would be all of q's and k's;
             # a row that was rounded away, beside larger ones of its groups, is no 0 / 0
@@ -121,6 +150,29 @@ class _Edit:
             self._restored.append(outcome)
         return parts
 
+    def _arriving(
+        self, emit: Emitter, kept: tuple[fx.Node, ...], device: torch.device
+    ) -> tuple[fx.Node, ...]:
+        """What waits in host memory, on ``device`` again."""
+        coming = emit(hot.fetch.default, list(kept), device)
+        return emit.parts(emit(hot.arrive.default, coming, list(kept), device, []))
+
+    def _take_turns(self) -> None:
+        """Copies to the host by turns; each is fetched back before the one before it is awaited.
+
+        The first one is when the backward begins. An arrival is given the next one's fetch, of
+        which it makes nothing: so no scheduler puts that off.
+        """
+        for place, sent in enumerate(_calls(self._forward, hot.to_host.default)):
+            sent.update_arg(_LANE, place % LANES)
+        arrivals = _calls(self._backward, hot.arrive.default)
+        coming = [arrival.all_input_nodes[0] for arrival in arrivals]
+        for first in coming[:1]:
+            placeholders(self._backward)[-1].append(first)
+        for before, following in zip(arrivals, coming[1:], strict=False):
+            before.prepend(following)
+            before.update_arg(_AHEAD, [following])
+
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
         with self._backward.inserting_before(beside):
             node = self._backward.placeholder(part.name)
@@ -133,6 +185,7 @@ class _Edit:
         seen_by_user = returned(self._forward)[: self._user_outputs]
         saved = [value for slot in self._slots for value in slot]
         self._output.args = (tuple(seen_by_user + saved),)
+        self._take_turns()
         if "desc" in self._output.meta:
             described = list(self._output.meta["desc"])[: self._user_outputs]
             described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
@@ -146,6 +199,10 @@ class _Edit:
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+
+def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
+    return sorted(graph.find_nodes(op="call_function", target=op))
 
 
 def _make(mask: Mask, emit: Emitter) -> fx.Node:
