@@ -22,8 +22,8 @@ LANES = 2
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (
     "to_host(Tensor[] parts, int lane) -> Tensor[]",
-    "fetch(Tensor[] parts, Device device) -> Tensor",
-    "arrive(Tensor coming, Tensor[] parts, Device device, Tensor[] ahead) -> Tensor[]",
+    "fetch(Tensor[] parts, Device device, Tensor[] behind) -> Tensor",
+    "arrive(Tensor coming, Tensor[] parts, Device device, Tensor[] behind) -> Tensor[]",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.needs_exact_strides,))
 
@@ -111,27 +111,30 @@ def _start(parts: list[Tensor], device: torch.device) -> _Coming | None:
     return _Coming(parts, device) if device.type == "cuda" else None
 
 
-def _fetch(parts: list[Tensor], device: torch.device) -> Tensor:
+def _fetch(parts: list[Tensor], device: torch.device, behind: list[Tensor]) -> Tensor:
     """Start copying ``parts`` to ``device``: a tensor for :func:`_arrive`, with what is coming.
 
     That is its attribute, so that it lives as long as the tensor, and so that Inductor, which might
     use memory again that another stream still writes to, does not see it.
+
+    ``behind``: what is made before, for whoever puts a graph's nodes in another order.
     """
-    ticket = _ticket(parts, device)
+    ticket = _ticket(parts, device, behind)
     ticket.coming = _start(parts, device)  # type: ignore[attr-defined]
     return ticket
 
 
-def _ticket(parts: list[Tensor], device: torch.device) -> Tensor:
+def _ticket(parts: list[Tensor], device: torch.device, behind: list[Tensor]) -> Tensor:
     return torch.zeros(1, dtype=torch.uint8, device=_HOST)
 
 
 def _arrive(
-    coming: Tensor, parts: list[Tensor], device: torch.device, ahead: list[Tensor]
+    coming: Tensor, parts: list[Tensor], device: torch.device, behind: list[Tensor]
 ) -> list[Tensor]:
     """``parts`` on ``device``: those that ``coming`` brings; where it brings none, copied now.
 
-    ``ahead``: what the next ones are to come by: they are then fetched before this waits.
+    ``behind``: as for :func:`_fetch`. By the next one's ticket this waits only when that is under
+    way.
     """
     on_way = getattr(coming, "coming", None)
     if on_way is not None and (found := on_way.take()):
@@ -161,4 +164,4 @@ def _shapes(parts: list[Tensor], device: torch.device = _HOST) -> list[Tensor]:
 
 _register("to_host", _to_host, lambda parts, lane: _shapes(parts))
 _register("fetch", _fetch, _ticket)
-_register("arrive", _arrive, lambda coming, parts, device, ahead: _shapes(parts, device))
+_register("arrive", _arrive, lambda coming, parts, device, behind: _shapes(parts, device))

@@ -7,19 +7,25 @@ host memory there; it is fetched back while the one before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import operator
+from collections.abc import Mapping, Sequence, Set
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
+from hot_compile.passes.cost.storing import fuses
 from hot_compile.passes.emit import Emitter, refresh
 from hot_compile.passes.graph import (
     CASTS,
     CHANNEL_DIM,
     VIEWS,
     aten,
+    closure,
+    is_ours,
+    is_tangent,
     placeholders,
     returned,
     strip,
@@ -36,8 +42,8 @@ from hot_compile.passes.storage.schemes import Scheme, Unit
 from hot_compile.runtime.host_copies import LANES
 
 hot = torch.ops.hot
-_LANE, _AHEAD = 1, 3
-"""Places of ``to_host``'s and of ``arrive``'s arguments."""
+_LANE = 1
+"""Place of ``to_host``'s argument."""
 _LEAST_SUM = 0.5
 """Of restored probabilities: their rounding loses thousandths, not half of a row."""
 
@@ -154,14 +160,14 @@ class _Edit:
         self, emit: Emitter, kept: tuple[fx.Node, ...], device: torch.device
     ) -> tuple[fx.Node, ...]:
         """What waits in host memory, on ``device`` again."""
-        coming = emit(hot.fetch.default, list(kept), device)
+        coming = emit(hot.fetch.default, list(kept), device, [])
         return emit.parts(emit(hot.arrive.default, coming, list(kept), device, []))
 
     def _take_turns(self) -> None:
         """Copies to the host by turns; each is fetched back before the one before it is awaited.
 
-        The first one is when the backward begins. An arrival is given the next one's fetch, of
-        which it makes nothing: so no scheduler puts that off.
+        The first one is when the backward begins. They depend on nothing but the backward's inputs,
+        so Inductor would have all of them at its beginning: each is told what it comes behind.
         """
         for place, sent in enumerate(_calls(self._forward, hot.to_host.default)):
             sent.update_arg(_LANE, place % LANES)
@@ -169,9 +175,14 @@ class _Edit:
         coming = [arrival.all_input_nodes[0] for arrival in arrivals]
         for first in coming[:1]:
             placeholders(self._backward)[-1].append(first)
-        for before, following in zip(arrivals, coming[1:], strict=False):
-            before.prepend(following)
-            before.update_arg(_AHEAD, [following])
+        gradients = closure(n for n in placeholders(self._backward) if is_tangent(n))
+        for arrival, following in zip_longest(arrivals, coming[1:]):
+            behind = _made_before(arrival, gradients)
+            if following is not None:
+                arrival.prepend(following)
+                _come_behind(following, behind)
+                behind = [*behind, following]
+            _come_behind(arrival, behind)
 
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
         with self._backward.inserting_before(beside):
@@ -199,6 +210,34 @@ class _Edit:
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+
+def _come_behind(node: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Let a ``fetch`` or ``arrive`` depend on ``others``, by its last argument."""
+    node.update_arg(len(node.args) - 1, list(others))
+
+
+def _made_before(place: fx.Node, gradients: Set[fx.Node]) -> list[fx.Node]:
+    """The last of ``gradients`` before ``place`` that is in memory anyway, if there is one.
+
+    Not of the layer that ``place`` is for, whose calls may become one (``gather``).
+    """
+    node = place.prev
+    while node.op == "call_function":
+        same = node.meta.get("seq_nr") == place.meta.get("seq_nr")
+        if node in gradients and not same and _in_memory_anyway(node):
+            return [node]
+        node = node.prev
+    return []
+
+
+def _in_memory_anyway(node: fx.Node) -> bool:
+    """No kernel of Inductor's makes it, nor only our own ones read it."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(maker, fx.Node)
+    alone = not fuses(maker) and maker.target not in VIEWS
+    leaves = not all(map(is_ours, node.users))
+    return alone and leaves and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:

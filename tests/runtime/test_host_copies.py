@@ -18,7 +18,7 @@ def test_operators_copy_and_keep_their_contracts():
     x = torch.randn(4, 6)
     parts = [x.t(), x[:, 1], torch.arange(5)]
     kept = hot.to_host(parts, 1)
-    coming = hot.fetch(kept, CPU)
+    coming = hot.fetch(kept, CPU, [])
     back = hot.arrive(coming, kept, CPU, [coming])
     for part, there, again in zip(parts, kept, back, strict=True):
         assert torch.equal(part, there)
@@ -27,7 +27,7 @@ def test_operators_copy_and_keep_their_contracts():
     assert kept[0].stride() == back[0].stride() == parts[0].stride()
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(hot.to_host, (parts, 0), test_utils=checks)
-    torch.library.opcheck(hot.fetch, (kept, CPU), test_utils=checks)
+    torch.library.opcheck(hot.fetch, (kept, CPU, []), test_utils=checks)
     torch.library.opcheck(hot.arrive, (coming, kept, CPU, []), test_utils=checks)
 
 
@@ -38,8 +38,8 @@ def test_what_is_coming_arrives(compiled, monkeypatch):
 
     def there_and_back(x):
         kept = hot.to_host([x, x + 1], 0)
-        coming = hot.fetch(kept, x.device)
-        return hot.arrive(coming, kept, x.device, [hot.fetch(kept[:1], x.device)])
+        coming = hot.fetch(kept, x.device, [])
+        return hot.arrive(coming, kept, x.device, [hot.fetch(kept[:1], x.device, [x])])
 
     x = torch.randn(3, 5)
     torch._dynamo.reset()
@@ -160,11 +160,11 @@ class Machine:
     def backward(self, kept, fails_at=None):
         """As ``store`` puts it: the next is fetched before one is waited for."""
         order = list(reversed(kept))
-        coming = host_copies._fetch(order[0], Stream.device)
+        coming = host_copies._fetch(order[0], Stream.device, [])
         seen = []
         for place, parts in enumerate(order):
             following = order[place + 1 : place + 2]
-            ahead = [host_copies._fetch(each, Stream.device) for each in following]
+            ahead = [host_copies._fetch(each, Stream.device, []) for each in following]
             if place == fails_at:
                 raise KeyboardInterrupt
             back = host_copies._arrive(coming, parts, Stream.device, ahead)
@@ -230,7 +230,7 @@ def test_graphs_side_by_side_share_the_streams(monkeypatch):
 def test_a_step_that_changed_streams_copies_again(monkeypatch):
     machine, other = Machine(monkeypatch), Stream()
     (kept,) = machine.forward(1)
-    coming = host_copies._fetch(kept, Stream.device)
+    coming = host_copies._fetch(kept, Stream.device, [])
     with Entered(machine, other):
         back = host_copies._arrive(coming, kept, Stream.device, [])
         assert [part.read() for part in back] == WHOLE[0]
