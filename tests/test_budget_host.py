@@ -1,5 +1,6 @@
 """``memory_budget="16GiB"``, its last rung: what waits for the backward in pinned host memory."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from hot_compile import budget
 from hot_compile.accounting import Measured, MemoryReport
@@ -199,6 +201,52 @@ def test_inductors_code_gives_the_same_and_fetches_one_ahead():
     place = [i for i, name in enumerate(mode.called) if name in ("mm", "layer_calls")]
     last = max(i for i, name in enumerate(mode.called) if name == "fetch")
     assert sum(i > last for i in place) < len(place) / 2
+
+
+class Broken(nn.Sequential):
+    """One graph a block."""
+
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def hooked(run, x):
+    with torch.autograd.graph.save_on_cpu():
+        return run(x)
+
+
+AROUND = {
+    "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "saved-tensor hooks": hooked,
+    "lengths": lambda run, x: run(x),
+    "graphs": lambda run, x: run(x),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_training_goes_on_whatever_is_around(name):
+    blocks_, reports = blocks(3), Reports()
+    model = Broken(*blocks_) if name == "graphs" else blocks_
+    for block in blocks_:
+        block.dropout.p = 0.0
+    exact = copy.deepcopy(model)
+    options = {**ALWAYS, **BUS, "memory_budget": "1MiB", "recipe": "exact"}
+    keywords = {"recorder": reports, "inner_compile": run_uncompiled}
+    backend = functools.partial(
+        hot, options=options, ledger=lambda _, asked: Forgiving(asked, None), **keywords
+    )
+    run = torch.compile(model, backend=backend, dynamic=name == "lengths")
+    for length in (128, 96, 64) if name == "lengths" else (128, 128, 128):
+        x = torch.randn(4, length, 64)
+        AROUND[name](run, x).square().mean().backward()
+        exact(x).square().mean().backward()
+    assert all(graph.budget.hosted for graph in reports.graphs)
+    assert (len(reports.graphs) > 1) is (name == "graphs")
+    for got, want in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_less_is_possible_and_the_error_says_so():
