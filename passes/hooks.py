@@ -199,8 +199,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         cut = again()
         try:
             run("partitioned", PARTITIONED, cut, cut.named)
-            facts = cut.seconds, cut.verdicts, cut.fewest, cut.hosted
-            kept = crossing(cut.found, cut.stored, *facts)
+            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts, cut.fewest)
             if (met := cut.met) is not None:
                 assert self._context.allowance is not None
                 check_peak(met, self._context.allowance)
