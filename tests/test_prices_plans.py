@@ -21,11 +21,12 @@ from hot_compile.passes import pipeline
 from hot_compile.passes.cost import devices, tuned
 from hot_compile.passes.cost.devices import RATES, rates_of
 from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.cost.step import SLACK, step_seconds
 from hot_compile.passes.cost.storing import rows_seconds, storing_seconds
 from hot_compile.passes.graph import aten
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.choose import plan_storage
+from hot_compile.passes.storage.choose import plan_storage, worth_it
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.schemes import Scheme
@@ -401,3 +402,75 @@ def test_the_cut_moves_only_if_what_then_crosses_will_be_stored(file_of, monkeyp
         graphs = predict(one_block, 8, path, options={"memory": "free"}).graphs
         assert sum(c.seconds for c in crossings(graphs)) <= won["share"] * enough
     assert moved == [1.01]
+
+
+def convolutions(batch):
+    """Batch norms between convolutions: a step that does little but move memory."""
+    parts = []
+    for channels in (3, 64, 64, 64):
+        parts += nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+    return nn.Sequential(*parts), (torch.empty(batch, 3, 56, 56),)
+
+
+@pytest.mark.parametrize("name", ["A100", "RTX 3090", "RTX 4090", "H100", "H200"])
+@pytest.mark.parametrize("model", [blocks, convolutions])
+def test_by_default_a_gpus_step_takes_little_longer_for_storing(file_of, name, model):
+    file = file_of(name)
+    (every,) = predict(model, 64, file, "bf16", options={"memory": "all"}).graphs
+    (most,) = predict(model, 64, file, "bf16").graphs
+    assert most.storing_seconds <= every.storing_seconds
+    assert most.held_bytes >= every.held_bytes
+    left = [c for c in most.crossing if c.reason == pipeline.TOO_DEAR]
+    assert bool(left) == (most.held_bytes > every.held_bytes)
+    assert all(c.scheme == "exact" and c.bytes == c.bytes_before for c in left)
+
+
+def test_what_moves_memory_only_keeps_its_dearest_exact(file_of):
+    (graph,) = predict(convolutions, 64, file_of("H100"), "bf16").graphs
+    assert any(c.reason == pipeline.TOO_DEAR for c in graph.crossing)
+    assert any(c.scheme != "exact" for c in graph.crossing)
+
+
+def test_a_cpu_stores_everything_by_default(file_of):
+    (every,) = predict(convolutions, 8, "cpu", options={"memory": "all"}).graphs
+    (default,) = predict(convolutions, 8, "cpu").graphs
+    assert default.held_bytes == every.held_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0, 2.0])
+def test_the_dearest_by_bytes_saved_go_first(found, share):
+    chosen = plan_storage(found, HotConfig())
+    rates = DEVICES["A100"]
+
+    def price(crosser, scheme):
+        return storing_seconds(crosser, scheme, rates)
+
+    def rate(crosser):
+        saved = crosser.saved.meta["val"].nbytes - packed_bytes(
+            in_memory(crosser.saved), chosen[crosser]
+        )
+        return price(crosser, chosen[crosser]) / saved
+
+    total = sum(price(c, s) for c, s in chosen.items())
+    kept = worth_it(chosen, price, share * total)
+    assert sum(price(c, s) for c, s in kept.items()) <= share * total * (1 + 1e-9)
+    assert kept.items() <= chosen.items()
+    assert (kept == chosen) == (share >= 1)
+    dropped = chosen.keys() - kept.keys()
+    assert not dropped or max(map(rate, kept), default=0) <= min(map(rate, dropped)) * (1 + 1e-9)
+
+
+def test_a_step_is_its_products_and_what_they_move():
+    rates = DEVICES["A100"]
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"], b.meta["val"] = (torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    product = graph.call_function(aten.mm.default, (a, b))
+    graph.call_function(aten.relu.default, (product,)).meta["val"] = a.meta["val"]
+    product.meta["val"] = a.meta["val"]
+    expected = 2 * 64**3 / rates.exact["bfloat16"] + 2 * 3 * 64 * 64 * 2 / rates.copy
+    assert step_seconds(graph, lambda _: rates) == pytest.approx(expected)
+    assert step_seconds(graph, lambda _: None) is None
+    assert step_seconds(graph, lambda _: RATES["cpu"]) is None
+    assert step_seconds(fx.Graph(), lambda _: rates) is None
+    assert 0 < SLACK <= 0.03, "the bar: never more than 3 % slower than stock"
