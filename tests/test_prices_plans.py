@@ -474,3 +474,15 @@ def test_a_step_is_its_products_and_what_they_move():
     assert step_seconds(graph, lambda _: RATES["cpu"]) is None
     assert step_seconds(fx.Graph(), lambda _: rates) is None
     assert 0 < SLACK <= 0.03, "the bar: never more than 3 % slower than stock"
+
+
+def test_what_torch_does_not_count_makes_a_step_shorter_only():
+    rates, graph = DEVICES["A100"], fx.Graph()
+    q, k = graph.placeholder("q"), graph.placeholder("k")
+    q.meta["val"], k.meta["val"] = torch.empty(1, 4, 64, 32), torch.empty(3, 2, 64, 32)
+    attention = aten._scaled_dot_product_efficient_attention.default
+    odd = graph.call_function(attention, (q, k, k, None, True))
+    odd.meta["val"] = (q.meta["val"], torch.empty(1, 4, 64))
+    moved = sum(t.nbytes for t in (q.meta["val"], k.meta["val"], k.meta["val"]))
+    moved += sum(t.nbytes for t in odd.meta["val"])
+    assert step_seconds(graph, lambda _: rates) == pytest.approx(2 * moved / rates.copy)

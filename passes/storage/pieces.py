@@ -15,7 +15,7 @@ from torch import fx
 
 from hot_compile.passes.cost.storing import fuses
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten, is_pointwise, walk
+from hot_compile.passes.graph import VIEWS, aten, is_pointwise, walk
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.pack import in_pieces
 from hot_compile.passes.storage.schemes import Scheme
@@ -104,7 +104,7 @@ def _results(region: Mapping[fx.Node, int], given: Set[fx.Node]) -> Iterator[fx.
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.target in _RESHAPED:
+        if user.target in VIEWS:
             yield from _readers(user)
         else:
             yield user
