@@ -248,5 +248,5 @@ def test_a_monitor_tries_an_exact_forward_first():
         assert monitor.tell(n, found, config)
         config = monitor.applied(HotConfig.from_options({"forward": "int8"}), ["fc1.weight"])
         rungs.append((config.forward, config.memory_bits, str(config.memory)))
-    assert rungs[:3] == [("exact", None, "all"), ("exact", 8, "all"), ("exact", None, "off")]
+    assert rungs[:3] == [("exact", None, "auto"), ("exact", 8, "auto"), ("exact", None, "off")]
     assert "*" in monitor.demoted
