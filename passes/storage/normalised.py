@@ -92,19 +92,20 @@ def _by_own_sum(scaled: fx.Node) -> bool:
 
 
 def summed_by_softmax(node: fx.Node) -> tuple[int, bool] | None:
-    """(dimension of ``node``, whether it is 1) whose sum a softmax over it relies on.
+    """(dimension of ``node`` whose sum a softmax over it relies on, whether that is 1).
 
-    1 is the sum of its probabilities, but for rows that are masked as a whole and all zero; powers
-    of e have the sum that they are divided by. None of anything else.
+    1 is the sum of its probabilities; not of those that are masked, and of powers of e. None of
+    anything else.
     """
     if node.target in _SAME:
-        (source,) = node.all_input_nodes
+        source = cast(fx.Node, node.args[0])
         found = summed_by_softmax(source)
         dim = found and _moved(node, source, found[0])
         return None if found is None or dim is None else (dim, found[1])
     if node.target is aten.where.self:
         given = (n for n in node.args[1:] if isinstance(n, fx.Node))
-        return next(filter(None, map(summed_by_softmax, given)), None)
+        found = next(filter(None, map(summed_by_softmax, given)), None)
+        return found and (found[0], False)
     if node.target is aten.exp.default:
         dims = (_softmax_dim(quotient) for quotient in node.users)
         return next(((dim, False) for dim in dims if dim is not None), None)
@@ -118,7 +119,7 @@ def _moved(view: fx.Node, source: fx.Node, dim: int) -> int | None:
         order = cast(list[int], view.args[1])
         return [d % len(order) for d in order].index(dim)
     was, now = source.meta["val"].shape, view.meta["val"].shape
-    if view.target in CASTS:
+    if was == now:
         return dim
     last = len(now) - 1
     return last if dim == len(was) - 1 and now and now[last] == was[dim] else None

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch._decomp import get_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from hot_compile.passes.storage.normalised import summed_by_softmax
 from hot_compile.testing import cosine, hot_step
 
 WIDTH = 64
@@ -144,3 +147,37 @@ def test_restored_rows_of_a_saturated_softmax_sum_to_what_they_did(weighted, len
     assert "groups12" in [c.scheme for r in reports for c in r.crossing if c.shape[-2:] == square]
     for got, want in zip(model.qkv.weight.grad.chunk(3), exact.chunk(3), strict=True):
         assert cosine(got, want) > 0.999  # from 0.95 where 12 bits alone restore them
+
+
+def softmax(x, dim=-1):
+    powers = (x - x.amax(dim, True)).exp()
+    return powers / powers.sum(dim, True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: softmax(x), (2, True)),
+        (lambda x: softmax(x).half(), (2, True)),
+        (lambda x: softmax(x).view(16, 8), (1, True)),
+        (lambda x: softmax(x).permute(0, 2, 1).clone(), (1, True)),
+        (lambda x: softmax(x, 1).permute(2, 1, 0), (1, True)),
+        (lambda x: softmax(x).masked_fill(torch.ones(8, 8).triu(1).bool(), 0.0), (2, False)),
+        (lambda x: softmax(x).view(2, 64), None),
+        (lambda x: softmax(x)[..., :4], None),
+        (lambda x: softmax(x) * x, None),
+        (lambda x: x / x.sum(-1, True), None),
+        (lambda x: x.exp(), None),
+    ],
+)
+def test_which_sums_a_softmax_relies_on(function, expected):
+    graph = make_fx(function, get_decompositions([torch.ops.aten.masked_fill]))(
+        torch.randn(2, 8, 8)
+    ).graph
+    assert summed_by_softmax(graph.output_node().args[0]) == expected
+
+
+def test_powers_of_e_are_divided_by_their_sum():
+    graph = make_fx(lambda x: softmax(x))(torch.randn(2, 8, 8)).graph
+    (powers,) = graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
+    assert summed_by_softmax(powers) == (2, False)
