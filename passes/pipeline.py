@@ -106,8 +106,8 @@ class Joint:
 
 
 def _duration(joint: Joint) -> int:
-    context = joint.context
-    if context.config.memory is Memory.AUTO:
+    context, config = joint.context, joint.context.config
+    if config.memory is Memory.AUTO and config.memory_budget is None:
         joint.step_seconds = step_seconds(joint.graph, context.rates)
     return 0
 
@@ -289,7 +289,7 @@ def _plan_storage(cut: Partitioned) -> int:
         if cut.fit is None:
             every = plan_storage(cut.found, config, price, won, measured, cut.fewest)
             cut.chosen = every
-            if cut.step_seconds is not None and config.memory_budget is None:
+            if cut.step_seconds is not None:
                 cut.chosen = worth_it(every, price, won + SLACK * cut.step_seconds)
             cut.too_dear = every.keys() - cut.chosen.keys()
         else:

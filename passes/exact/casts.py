@@ -27,9 +27,9 @@ _MOST_DIMS = 2
 
 def cast_together(graph: fx.Graph) -> int:
     """Group the casts of ``graph``'s inputs in place; returns how many are in groups."""
-    casts.lowered()
     count = 0
     for group in list(_groups(graph)):
+        casts.lowered()
         emit = Emitter(graph, group[0], group[0])
         sources = [node.args[0] for node in group]
         made = emit(torch.ops.hot.cast_together.default, sources, group[0].args[1])

@@ -125,7 +125,7 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
         return run if run > 0 and run % MASK_BITS == 0 else None
     if scheme.spec.unit is Unit.ROW:
         return lengths[0] if lengths[0] >= _SMALLEST_GROUP else None
-    pieces = 4 if scheme is Scheme.GROUPS6 else 2
+    pieces = max(2, scheme.spec.pieces)
     for length in lengths:
         for group in range(min(GROUP, length), _SMALLEST_GROUP - 1, -1):
             if length % group == 0 and group % pieces == 0:

@@ -247,15 +247,15 @@ def _less_column_means(
     return emit(aten.sub.Tensor, values, mean), (mean,)
 
 
-def in_pieces(emit: Emitter, x: fx.Node, layout: Layout, count: int) -> list[fx.Node]:
-    """The view of ``x`` in which scales are found, cut in ``count`` along its groups."""
-    view = _cut(emit, x, layout)
+def in_pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[fx.Node]:
+    """The view of ``x`` in which scales are found, cut along its groups as ``scheme`` packs it."""
+    view, count = _cut(emit, x, layout), scheme.spec.pieces
     length = layout.cut[1] // count
     return [emit(aten.slice.Tensor, view, -2, k * length, (k + 1) * length) for k in range(count)]
 
 
-def _pieces(emit: Emitter, x: fx.Node, layout: Layout, count: int) -> list[fx.Node]:
-    return [emit.cast(piece, torch.float32) for piece in in_pieces(emit, x, layout, count)]
+def _pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[fx.Node]:
+    return [emit.cast(piece, torch.float32) for piece in in_pieces(emit, x, layout, scheme)]
 
 
 def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
@@ -272,7 +272,7 @@ def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
 
 def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node], fx.Node]:
     """(codes of each piece, int32; scales of the groups)."""
-    pieces = _pieces(emit, x, layout, 2)
+    pieces = _pieces(emit, x, layout, Scheme.GROUPS12)
     width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
@@ -287,11 +287,11 @@ def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node],
 
 
 def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    return _from_planes(emit, parts, 2, _STEPS12, root=False)
+    return _from_planes(emit, parts, Scheme.GROUPS12.spec.pieces, _STEPS12, root=False)
 
 
 def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    pieces = _pieces(emit, x, layout, 4)
+    pieces = _pieces(emit, x, layout, Scheme.GROUPS6)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
@@ -300,7 +300,8 @@ def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
 
 
 def _unpack_6(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    return _from_planes(emit, parts, 4, Scheme.GROUPS6.spec.levels, root=True)
+    spec = Scheme.GROUPS6.spec
+    return _from_planes(emit, parts, spec.pieces, spec.levels, root=True)
 
 
 def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -387,7 +388,7 @@ def _field(emit: Emitter, words: fx.Node, shift: fx.Node | int, bits: int) -> fx
 
 
 def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    first, second = _pieces(emit, x, layout, 2)
+    first, second = _pieces(emit, x, layout, Scheme.INT4)
     low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-2], True)
     high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
     minimum_word = _minimum_word(emit, low)

@@ -15,14 +15,15 @@ from torch import fx
 
 from hot_compile.passes.cost.storing import fuses
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import VIEWS, aten, is_pointwise, walk
+from hot_compile.passes.graph import aten, is_pointwise, walk
 from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.pack import in_pieces
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import pieces
 
-PIECES = {Scheme.GROUPS12: 2, Scheme.GROUPS6: 4, Scheme.INT4: 2, Scheme.GROUPS8: 1}
-"""Pieces that a group is packed in."""
+SCHEMES = {Scheme.GROUPS12, Scheme.GROUPS8, Scheme.GROUPS6, Scheme.INT4}
+"""Whose groups are packed whole or in pieces."""
 _MOST_OPERATIONS = 24
 """Elementwise operators of a result: it is worked out once a piece, in one kernel."""
 _RESHAPED = {
@@ -31,10 +32,9 @@ _RESHAPED = {
     aten._unsafe_view.default,
     aten.alias.default,
 }
-Stored = Mapping[fx.Node, Scheme]
 
 
-def work_out_in_pieces(forward: fx.Graph, stored: Stored) -> int:
+def work_out_in_pieces(forward: fx.Graph, stored: Mapping[fx.Node, Scheme]) -> int:
     """Rewrite what is made of ``stored`` tensors, by their schemes; returns how many results."""
     count = 0
     kinds: dict[tuple[Any, ...], list[fx.Node]] = {}
@@ -47,14 +47,15 @@ def work_out_in_pieces(forward: fx.Graph, stored: Stored) -> int:
             pieces.lowered()
             _rewrite(forward, result, region, alike, scheme)
             count += 1
-    forward.eliminate_dead_code()
+    if count:
+        forward.eliminate_dead_code()
     return count
 
 
 def _kind(node: fx.Node, scheme: Scheme) -> tuple[Any, ...] | None:
     """What tensors that are packed by one kernel have in common; None: not in pieces of memory."""
     value = node.meta["val"]
-    if scheme not in PIECES or fuses(node):
+    if scheme not in SCHEMES or fuses(node):
         return None
     layout = _layout(node, scheme)
     plain = value.is_contiguous() and layout.cut[2] == 1
@@ -71,14 +72,14 @@ def _layout(node: fx.Node, scheme: Scheme) -> Layout:
 def _region(graph: fx.Graph, given: list[fx.Node]) -> dict[fx.Node, int]:
     """All that is worked out element by element of ``given`` and of single numbers, with how many
     operators it takes."""
-    sizes = {given[0].meta["val"].numel()}
+    size = given[0].meta["val"].numel()
     found = dict.fromkeys(given, 0)
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if not _is_number(n)]
         if node in found or not sources or not all(n in found for n in sources):
             continue
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.numel() not in sizes:
+        if not isinstance(value, torch.Tensor) or value.numel() != size:
             continue
         if node.target in _RESHAPED:
             found[node] = found[sources[0]]
@@ -97,17 +98,9 @@ def _results(region: Mapping[fx.Node, int], given: Set[fx.Node]) -> Iterator[fx.
     for node, operators in list(region.items()):
         if node in given or node.target in _RESHAPED or not 0 < operators <= _MOST_OPERATIONS:
             continue
-        readers = set(_readers(node))
+        readers = set(through_views(node))
         if readers and not any(reader in region or _fused(reader) for reader in readers):
             yield node
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if user.target in VIEWS:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _fused(reader: fx.Node) -> bool:
@@ -122,11 +115,11 @@ def _rewrite(
     scheme: Scheme,
 ) -> None:
     """Work out ``result`` in as many pieces as ``given`` are packed in by ``scheme``."""
-    emit, count = Emitter(graph, result.next, result), PIECES[scheme]
+    emit, count = Emitter(graph, result.next, result), scheme.spec.pieces
     needed = walk(
         [result], lambda n: () if n in given else (m for m in n.all_input_nodes if m in region)
     )
-    cut = {n: in_pieces(emit, n, _layout(n, scheme), count) for n in given if n in needed}
+    cut = {n: in_pieces(emit, n, _layout(n, scheme), scheme) for n in given if n in needed}
     done = []
     for place in range(count):
         own = {node: parts[place] for node, parts in cut.items()}

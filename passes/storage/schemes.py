@@ -106,6 +106,8 @@ class Spec:
     """Codes of one sign, 0: not coded by its root. The next is infinity, and -levels - 2 is NaN."""
     error: float
     """Relative error (RMS over RMS) of normally distributed values."""
+    pieces: int = 1
+    """That a group is packed in, where its elements share bytes: one of each piece a byte."""
 
 
 SPECS: dict[Scheme, Spec] = {
@@ -118,8 +120,8 @@ SPECS: dict[Scheme, Spec] = {
     Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 62, 0.026),
     Scheme.CENTRED8: Spec(Unit.CENTRED_ROW, 8, 2, 126, 0.012),
     Scheme.CENTRED8_MASK: Spec(Unit.CENTRED_ROW, 8, 2, 62, 0.024),
-    Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004),
-    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046),
-    Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1),
+    Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2),
+    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4),
+    Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1, pieces=2),
     Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0),
 }

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from hot_compile.passes.storage.pieces import PIECES, work_out_in_pieces
+from hot_compile.passes.storage.pieces import SCHEMES, work_out_in_pieces
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import pieces
 
@@ -52,7 +52,7 @@ def traced(function):
     return graph, inputs
 
 
-@pytest.mark.parametrize("scheme", PIECES)
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_libraries_read_is_the_same_in_pieces(name, scheme):
     module, inputs = traced(RESULTS[name])
@@ -63,8 +63,8 @@ def test_what_libraries_read_is_the_same_in_pieces(name, scheme):
     module.graph.lint()
     module.recompile()
     cut = module.graph.find_nodes(op="call_function", target=SIDE_BY_SIDE)
-    assert all(len(node.args[0]) == PIECES[scheme] for node in cut)
-    assert bool(cut) == (PIECES[scheme] > 1)
+    assert all(len(node.args[0]) == scheme.spec.pieces for node in cut)
+    assert bool(cut) == (scheme.spec.pieces > 1)
     for got, want in zip(module(*inputs), expected, strict=True):
         # a CPU works out the ends of a loop, which lie elsewhere in pieces, by other functions
         torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 1e-6)
