@@ -120,6 +120,7 @@ class MemoryReport:
         table = PlainTable("kept for the backward", *columns, right=set(sizes))
         for c in self.crossing:
             scheme = c.dtype if c.scheme == "exact" else c.scheme
+            scheme += ", on the host" if c.host_bytes else ""
             shape = " x ".join(c.shape)
             held = megabytes(c.bytes_before), megabytes(c.bytes)
             table.add(c.name, c.module, shape, scheme, *held, c.reason)

@@ -176,6 +176,7 @@ class _Graph:
             asked=self.asked,
             raised=self.raised,
             allowance=budget.allowance() if budget else None,
+            captured=self.captured,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -222,6 +223,11 @@ class _Graph:
         return [x for x, name in named if name and isinstance(x, torch.Tensor)]
 
     @property
+    def captured(self) -> bool:
+        """Its steps are to be CUDA graphs."""
+        return self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+
+    @property
     def on_gpu(self) -> bool:
         """Some input is on a GPU."""
         return any(device.type == "cuda" for device in self.devices)
@@ -251,8 +257,8 @@ class _Graph:
         once. Dumps are made of every width.
         """
         run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
-        fixed = self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
-        fixed |= torch._dynamo.config.enable_compiler_collectives  # all processes compile, or none
+        # all processes compile, or none
+        fixed = self.captured or torch._dynamo.config.enable_compiler_collectives
         return Budgeted(run, self.budget) if self.budget and not fixed else run
 
     def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:

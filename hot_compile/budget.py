@@ -127,7 +127,7 @@ class Share:
         met = self.met
         if met is None or self.corrections >= _CORRECTIONS:
             return 0
-        can = met.least is None if down else met.recomputed + met.stored > 0
+        can = met.least is None if down else met.recomputed + met.stored + met.hosted > 0
         return self.size(alone) if can else 0
 
     def correct(self, excess: float, alone: bool) -> bool:

@@ -440,7 +440,7 @@ def _bytes(name: str, value: object) -> int:
 
 RATE_NAMES = (
     *("float32", "bfloat16", "float16", "integer", "int4"),
-    *("transform", "launch", "copy", "packing"),
+    *("transform", "launch", "copy", "packing", "host_copy"),
 )
 """What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
 

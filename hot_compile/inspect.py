@@ -209,6 +209,7 @@ def budgets(graphs: Sequence[GraphReport]) -> list[str]:
         }
         known = [f"{megabytes(size)} {what}" for what, size in parts.items() if size]
         done = f"{met.recomputed} tensors recomputed, {met.stored} stored compressed"
+        done += f", {met.hosted} in host memory" if met.hosted else ""
         texts.append(
             f"budget of the peak: {megabytes(met.asked)} asked, {megabytes(met.peak)} predicted "
             f"({', '.join(known)}), {megabytes(met.peak - met.rise + met.most)} without; {done}"

@@ -16,6 +16,7 @@ def held_bytes(output: Any, model: nn.Module, inputs: Any = ()) -> int:
 
     Call it between forward and backward, with the loss (or any nest of outputs). Every storage is
     counted once and whole, as the allocator does: three views of one qkv tensor are one tensor.
+    What waits in pinned host memory is none of the device's.
     Parameters, buffers and ``inputs`` are left out; they stay alive with or without a backward.
     Works the same for eager and compiled models, on CPU and CUDA.
     """
@@ -33,7 +34,7 @@ def held_tensors(output: Any, model: nn.Module, inputs: Any = ()) -> list[Tensor
     seen = {_storage_key(t) for t in theirs}
     held = []
     for saved in _saved_tensors(output):
-        if (key := _storage_key(saved)) not in seen:
+        if (key := _storage_key(saved)) not in seen and not saved.is_pinned():
             seen.add(key)
             held.append(saved)
     return held

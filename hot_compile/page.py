@@ -164,7 +164,11 @@ def _errors(d: Decision, layer: LayerProfile | None) -> dict[str, float]:
 
 
 def _words(c: Crossing) -> str:
-    """How it is stored, for people."""
+    """How and where it is stored, for people."""
+    return _as_what(c) + (", in host memory" if c.host_bytes else "")
+
+
+def _as_what(c: Crossing) -> str:
     scheme = Scheme(c.scheme)
     if scheme is Scheme.EXACT:
         return c.dtype

@@ -15,7 +15,10 @@ from .runtime.native.providers import status
 from .tables import PlainTable
 
 _UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6))
-_BYTES = {"transform": "quantise, transform", "packing": "pack, restore", "copy": "copy"}
+_BYTES = {
+    **{"transform": "quantise, transform", "packing": "pack, restore", "copy": "copy"},
+    "host_copy": "copy to the host",
+}
 _CALLS = {"launch": "a call of the host's", "start": "a kernel's start"}
 
 

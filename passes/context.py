@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,12 @@ from torch import fx
 
 from hot_compile.config import HotConfig
 from hot_compile.passes.cost.linear import Pricing, Rates
-from hot_compile.passes.cost.storing import StoragePrice, restored_by_readers, storing_seconds
+from hot_compile.passes.cost.storing import (
+    StoragePrice,
+    host_seconds,
+    restored_by_readers,
+    storing_seconds,
+)
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.measure.observe import Observation
@@ -56,6 +61,8 @@ class Context:
     """Why a monitor has some tensors stored in more bits, by their names in a profile."""
     allowance: Allowance | None = None
     """What the graph may add to the device's memory, if there is a budget of a step's peak."""
+    captured: bool = False
+    """Steps are to be CUDA graphs."""
 
     def rates(self, device: torch.device) -> Rates | None:
         """Of a device, the user's own laid over them; None: nothing can run there."""
@@ -70,11 +77,23 @@ class Context:
 
     def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
         """What says how many seconds storing one of ``found`` costs a step."""
+        return self._prices(found, storing_seconds)
+
+    def host_prices(self, found: Sequence[Crosser]) -> StoragePrice:
+        """What says how many seconds one of ``found`` is under way to host memory and back.
+
+        A CUDA graph has no such ways: they cross from one graph to another.
+        """
+        return self._prices(found, (lambda *_: None) if self.captured else host_seconds)
+
+    def _prices(
+        self, found: Sequence[Crosser], seconds: Callable[[Crosser, Scheme, Rates], float | None]
+    ) -> StoragePrice:
         known = self.rates_of(crosser.saved for crosser in found)
 
         def price(crosser: Crosser, scheme: Scheme) -> float | None:
             rates = known[crosser.saved]
-            return None if rates is None else storing_seconds(crosser, scheme, rates)
+            return None if rates is None else seconds(crosser, scheme, rates)
 
         return price
 

@@ -199,7 +199,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         cut = again()
         try:
             run("partitioned", PARTITIONED, cut, cut.named)
-            kept = crossing(cut.found, cut.stored, cut.seconds, cut.verdicts, cut.fewest)
+            facts = cut.seconds, cut.verdicts, cut.fewest, cut.hosted
+            kept = crossing(cut.found, cut.stored, *facts)
             if (met := cut.met) is not None:
                 assert self._context.allowance is not None
                 check_peak(met, self._context.allowance)

@@ -200,8 +200,10 @@ class Partitioned:
     cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Crosser] = dataclasses.field(default_factory=list)
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
+    hosted: frozenset[Crosser] = frozenset()
+    """What waits for the backward in host memory, as it is stored."""
     seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
-    """Predicted for each of ``chosen``."""
+    """Predicted for each of ``chosen`` and ``hosted``."""
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
     names: dict[Crosser, str] = dataclasses.field(default_factory=dict)
     """What profiles and options call ``found``."""
@@ -293,11 +295,15 @@ def _plan_storage(cut: Partitioned) -> int:
                 cut.chosen = worth_it(every, price, won + SLACK * cut.step_seconds)
             cut.too_dear = every.keys() - cut.chosen.keys()
         else:
-            cut.chosen = _within(cut, cut.fit, price, measured)
+            _within(cut, cut.fit, price, measured)
         cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
         cut.verdicts |= dict.fromkeys(cut.too_dear, TOO_DEAR)
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
-    return len(cut.chosen)
+        away = cut.context.host_prices(cut.found)
+        for c in cut.hosted:
+            way = away(c, cut.chosen.get(c, Scheme.EXACT))
+            cut.seconds[c] = (cut.seconds.get(c) or 0.0) + (way or 0.0)
+    return len(cut.seconds)
 
 
 def _within(
@@ -305,7 +311,7 @@ def _within(
     fit: Fit,
     price: StoragePrice,
     measured: Mapping[Crosser, Mapping[str, StorageMeasure]],
-) -> dict[Crosser, Scheme]:
+) -> None:
     """What to store so that the step stays within its budget; says how that is met."""
     context, may = cut.context, cut.context.allowance
     assert may is not None
@@ -313,22 +319,23 @@ def _within(
     within = Within({}, fit.rise, fit.above)
     if fit.stores:
         counted = rise.held if may.between else rise
-        others = price, measured, cut.fewest
+        others = price, measured, cut.fewest, context.host_prices(cut.found)
         within = plan_within(cut.found, context.config, counted, may.rise, *others)
+    cut.chosen, cut.hosted = within.chosen, within.hosted
     cut.met = Met(
         asked=may.asked,
         standing=may.standing,
         to_come=may.to_come,
-        rise=rise(within.chosen),
-        held=rise.held(within.chosen),
+        rise=rise(cut.chosen, cut.hosted),
+        held=rise.held(cut.chosen, cut.hosted),
         most=fit.most,
         above=max(within.above, fit.above) if within.above == within.rise else within.above,
         least=within.least,
         recomputed=fit.recomputed,
-        stored=len(within.chosen),
+        stored=len(cut.chosen),
+        hosted=len(cut.hosted),
         between=may.between,
     )
-    return within.chosen
 
 
 def _names(cut: Partitioned) -> dict[Crosser, str]:
@@ -368,7 +375,7 @@ def _why(cut: Partitioned, crosser: Crosser, measured: Mapping[str, StorageMeasu
 
 
 def _store(cut: Partitioned) -> int:
-    cut.stored = store(*cut.graphs, cut.num_fwd_outputs, cut.chosen)
+    cut.stored = store(*cut.graphs, cut.num_fwd_outputs, cut.chosen, cut.hosted)
     return len(cut.stored)
 
 

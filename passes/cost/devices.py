@@ -61,6 +61,7 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         copy=4.2e12,
         packing=3.6e12,
+        host_copy=50e9,  # what 16 lanes of PCIe 5 give pinned memory; below, of PCIe 4
         start=3e-6,
         idle=9e-6,
         asynchronous=True,
@@ -76,6 +77,7 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         copy=1.6e12,
         packing=1.4e12,
+        host_copy=25e9,
         start=4e-6,
         asynchronous=True,
     ),
@@ -88,6 +90,7 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         copy=0.8e12,
         packing=0.7e12,
+        host_copy=25e9,
         start=4e-6,
         asynchronous=True,
     ),

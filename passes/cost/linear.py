@@ -58,6 +58,8 @@ class Rates:
     """Bytes/s of a copy, read and written."""
     packing: float = 1e12
     """Bytes/s, read and written, of a kernel that packs a tensor to bytes or restores it."""
+    host_copy: float = 0.0
+    """Bytes/s of a copy to pinned host memory, or back; 0: it has no memory of its own."""
     int32_result: bool = False
     """The product leaves int32 in memory, to be scaled by a pass of its own (no fused epilogue)."""
     asynchronous: bool = False

@@ -45,6 +45,17 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     return packed + restored
 
 
+def host_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float | None:
+    """Predicted time of the way to the host and back, as if nothing of the step ran meanwhile.
+
+    None where there is no other memory than the device's.
+    """
+    if not rates.host_copy:
+        return None
+    _, held = held_bytes(crosser, scheme)
+    return 2 * (held / rates.host_copy + rates.launch)
+
+
 def rows_seconds(value: Tensor, rates: Rates) -> float:
     """What storing ``value`` in 8 bits costs at least: between kernels that pack and restore it."""
     whole = bytes_of(value)
@@ -69,6 +80,8 @@ def held_bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
     """(whole, as ``scheme`` holds it)."""
     value = in_memory(crosser.saved)
     whole = bytes_of(value)
+    if scheme is Scheme.EXACT:
+        return whole, whole
     if set(crosser.restored.users) <= {mask.node for mask in crosser.masks}:
         return whole, len(crosser.masks) * whole // value.dtype.itemsize // _MASK_BITS
     return whole, packed_bytes(value, scheme)

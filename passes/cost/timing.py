@@ -51,6 +51,8 @@ _TENSORS = {"cuda": ((16384, 1024), (8192, 4096)), "cpu": ((1024, 768), (1024, 2
 """Rows and columns of what is transformed and packed."""
 _COPIED = {"cuda": 2**27, "cpu": 2**25}
 """Bytes: more than caches hold."""
+_PINNED = 2**25
+"""Bytes: pinned memory stays the process's own."""
 _IMAGE, _KERNEL = (8, 64, 28, 28), (64, 64, 3, 3)
 
 
@@ -173,6 +175,7 @@ def _rates(jobs: list[Job], best: list[float], table: Rates, device: torch.devic
         fold=table.fold * slower,
         copy=mean("copy"),
         packing=mean("packing"),
+        host_copy=mean("host_copy") if table.host_copy else 0.0,
     )
 
 
@@ -184,6 +187,8 @@ def _wide(device: torch.device) -> torch.dtype:
 def _jobs(device: torch.device, table: Rates) -> list[Job]:
     kind = device.type
     jobs = [_copy(device, _COPIED[kind])]
+    if table.host_copy:
+        jobs.append(_host_copy(device, _PINNED))
     for shape in _PRODUCTS[kind]:
         jobs += [_exact(device, dtype, *shape) for dtype in table.exact]
         jobs.append(_integer(device, *shape, packed=False))
@@ -277,6 +282,17 @@ def _copy(device: torch.device, size: int) -> Job:
         return lambda: target.copy_(source)
 
     return Job("copy", 2.0 * size, make)
+
+
+def _host_copy(device: torch.device, size: int) -> Job:
+    """To pinned memory: the way back is as wide."""
+
+    def make() -> Call:
+        source = torch.ones(size, device=device, dtype=torch.uint8)
+        target = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    return Job("host_copy", float(size), make)
 
 
 def _convolution(device: torch.device, name: str) -> Job:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 from torch import fx
 
 from hot_compile.config import HotConfig, Memory
-from hot_compile.passes.cost.storing import StoragePrice
+from hot_compile.passes.cost.storing import StoragePrice, held_bytes
 from hot_compile.passes.graph import IMAGE_DIMS
 from hot_compile.passes.measure.lqs import storable
 from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.crossers import Crosser, base
+from hot_compile.passes.storage.crossers import UNCHECKED, Crosser, base
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.schemes import Scheme
 
@@ -109,44 +109,57 @@ class Within:
     """The same of the next choice that holds more; ``rise`` if nothing is stored."""
     least: int | None = None
     """What the least adds, if what was allowed is less than that."""
+    hosted: frozenset[Crosser] = frozenset()
+    """What waits in host memory, as it is stored."""
 
 
 def plan_within(
     found: Sequence[Crosser],
     config: HotConfig,
-    rise: Callable[[Mapping[Crosser, Scheme]], int],
+    rise: Callable[[Mapping[Crosser, Scheme], Set[Crosser]], int],
     allowed: int,
     price: StoragePrice | None = None,
     measured: Measured | None = None,
     fewest: Mapping[Crosser, int] | None = None,
+    host: StoragePrice | None = None,
 ) -> Within:
     """As few tensors stored, cheapest in time first, then by error, as keep within ``allowed``.
 
-    That order does not depend on what is allowed, so that less is never met by holding more. Where
+    If all of them are not enough, what is kept waits in host memory, cheapest first, too. That
+    order does not depend on what is allowed, so that less is never met by holding more. Where
     nothing meets it, all that may be without rising higher.
 
     Args:
-        rise: bytes that a step adds with tensors stored so.
+        rise: bytes that a step adds with tensors stored so, and some of them in host memory.
         allowed: bytes that it may add.
         found, config, price, measured, fewest: as for :func:`plan_storage`.
+        host: seconds of a tensor's way to the host and back, None where it has none.
     """
     known, own = measured or {}, fewest or {}
     ladders = _together({c: _ladder(c, config, known.get(c), own.get(c, 0)) for c in found})
     if config.memory is Memory.OFF:
         ladders = {}
     chosen: dict[Crosser, Scheme] = {}
-    lowest = above = rise(chosen)
-    best = dict(chosen)
+    away: frozenset[Crosser] = frozenset()
+    lowest = above = rise(chosen, away)
+    best, hosted = dict(chosen), away
     for crosser, scheme in _cheapest_first(ladders, price):
         if lowest <= allowed:
             break
         chosen[crosser] = _with_mask(crosser, scheme)
-        now = rise(chosen)
+        now = rise(chosen, away)
         if now < lowest:
             above, lowest = lowest, now
         if now <= lowest:
             best = dict(chosen)
-    return Within(best, lowest, above, lowest if lowest > allowed else None)
+    for together in _cheapest_away(found, best, config, host) if lowest > allowed else ():
+        if lowest <= allowed:
+            break
+        away |= together
+        now = rise(best, away)
+        if now < lowest:
+            above, lowest, hosted = lowest, now, away
+    return Within(best, lowest, above, lowest if lowest > allowed else None, hosted)
 
 
 def _cheapest_first(
@@ -163,6 +176,33 @@ def _cheapest_first(
             so_far = max(so_far, (max(0.0, seconds) / saved, error / saved))
             steps.append((so_far, depth, -saved, crosser, coarser))
     return [step[3:] for step in sorted(steps, key=lambda step: step[:3])]
+
+
+def _cheapest_away(
+    found: Sequence[Crosser],
+    chosen: Mapping[Crosser, Scheme],
+    config: HotConfig,
+    host: StoragePrice | None,
+) -> list[frozenset[Crosser]]:
+    """What may wait in host memory, by seconds per byte: views of one storage together."""
+    storages: dict[fx.Node, list[Crosser]] = {}
+    for crosser in found:
+        storages.setdefault(base(crosser.saved), []).append(crosser)
+    steps = []
+    for place, together in enumerate(storages.values()):
+        ways = [(c, chosen.get(c, Scheme.EXACT)) for c in together]
+        prices = [host(*way) if host and _may_leave(way[0], config) else None for way in ways]
+        known = [seconds for seconds in prices if seconds is not None]
+        if len(known) == len(ways):
+            size = sum(held_bytes(*way)[1] for way in ways)
+            steps.append((sum(known) / max(1, size), place, frozenset(together)))
+    return [step[2] for step in sorted(steps, key=lambda step: step[:2])]
+
+
+def _may_leave(crosser: Crosser, config: HotConfig) -> bool:
+    """It is worth a copy, and autograd keeps it as it keeps others."""
+    size = bytes_of(crosser.saved.meta["val"])
+    return size >= config.memory_min_bytes and not crosser.saved.meta.get(UNCHECKED)
 
 
 def _seconds(crosser: Crosser, scheme: Scheme, price: StoragePrice | None) -> float:

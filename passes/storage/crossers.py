@@ -41,6 +41,8 @@ from hot_compile.passes.storage.readers import (
 )
 from hot_compile.passes.storage.schemes import Scheme
 
+UNCHECKED = "saved_tensor_with_no_vc_check"
+"""Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""
 _EXACT = (Scheme.EXACT,)
 _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
 _ONE_PASS = 1024
@@ -182,7 +184,7 @@ class Judge:
             return "a statistic"
         if is_packed(saved):
             return "compressed already, for a layer's product"
-        if saved.meta.get("saved_tensor_with_no_vc_check"):
+        if saved.meta.get(UNCHECKED):
             return "kept by a custom autograd function"
         if saved.name in self._cancelled.differences and value.dtype is not torch.bool:
             return DIFFERENCED

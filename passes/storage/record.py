@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from torch import fx
 
@@ -24,7 +24,7 @@ class Crossing:
     """Of the tensor before it is stored."""
     shape: tuple[str, ...]
     bytes: int
-    """As it is stored, its parameters and masks included."""
+    """As it is stored, its parameters and masks included; 0 if it waits in host memory."""
     bytes_before: int
     """Uncompressed."""
     scheme: str
@@ -40,6 +40,8 @@ class Crossing:
     time); None where the device has no rates."""
     asked_bits: int = 0
     """Fewest bits that an option or a monitor asks for it, if it might have fewer; 0: nobody."""
+    host_bytes: int = 0
+    """As it is stored, of pinned host memory."""
 
 
 def crossing(
@@ -48,6 +50,7 @@ def crossing(
     seconds: Mapping[Crosser, float | None],
     verdicts: Mapping[Crosser, str] | None = None,
     fewest: Mapping[Crosser, int] | None = None,
+    hosted: Set[Crosser] = frozenset(),
 ) -> tuple[Crossing, ...]:
     """The record of ``found``, largest first.
 
@@ -57,17 +60,20 @@ def crossing(
         seconds: what that costs, as predicted before it was done.
         verdicts: what was measured of some of them, in words.
         fewest: bits that were asked for some of them.
+        hosted: those of them that wait in host memory.
     """
     kept, told = [], verdicts or {}
     for crosser in found:
         scheme, nodes = stored.get(crosser, (Scheme.EXACT, (crosser.saved,)))
         value = crosser.saved.meta["val"]
+        size = sum(bytes_of(node.meta["val"]) for node in nodes)
+        away = crosser in hosted
         entry = Crossing(
             name=crosser.name,
             module=crosser.module,
             dtype=str(value.dtype).removeprefix("torch."),
             shape=tuple(str(length) for length in value.shape),
-            bytes=sum(bytes_of(node.meta["val"]) for node in nodes),
+            bytes=0 if away else size,
             bytes_before=bytes_of(value),
             scheme=scheme.value,
             reason=told.get(crosser) or crosser.reason,
@@ -75,6 +81,7 @@ def crossing(
             parts=tuple(node.name for node in nodes),
             seconds=seconds.get(crosser, 0.0) if crosser in stored else 0.0,
             asked_bits=(fewest or {}).get(crosser, 0),
+            host_bytes=size if away else 0,
         )
         kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))

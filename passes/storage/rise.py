@@ -10,7 +10,7 @@ the graph's, are not foreseen: that is measured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import numpy
 import torch
@@ -25,6 +25,7 @@ from hot_compile.passes.storage.schemes import Scheme
 
 Fused = Callable[[Crosser, Scheme], bool]
 """Whether the kernels that read a tensor restore it on their way, so that it is never whole."""
+_NONE: frozenset[Crosser] = frozenset()
 
 
 class Rise:
@@ -53,18 +54,29 @@ class Rise:
             last = len(backward.nodes) - 1 if node in ends else self._back.last[node]
             self._add(self._fixed, self._turn + first, self._turn + last, _bytes(node))
 
-    def __call__(self, chosen: Mapping[Crosser, Scheme] | None = None) -> int:
-        """Bytes at the highest place, with what crosses stored by these schemes."""
-        return int(self.curve(chosen).max())
+    def __call__(
+        self, chosen: Mapping[Crosser, Scheme] | None = None, hosted: Set[Crosser] = _NONE
+    ) -> int:
+        """Bytes at the highest place, with what crosses stored by these schemes.
 
-    def held(self, chosen: Mapping[Crosser, Scheme] | None = None) -> int:
+        ``hosted``: what waits in host memory between forward and backward.
+        """
+        return int(self.curve(chosen, hosted).max())
+
+    def held(
+        self, chosen: Mapping[Crosser, Scheme] | None = None, hosted: Set[Crosser] = _NONE
+    ) -> int:
         """Bytes between forward and backward."""
-        return int(self.curve(chosen)[self._turn - 1])
+        return int(self.curve(chosen, hosted)[self._turn - 1])
 
-    def curve(self, chosen: Mapping[Crosser, Scheme] | None = None) -> numpy.ndarray:
+    def curve(
+        self, chosen: Mapping[Crosser, Scheme] | None = None, hosted: Set[Crosser] = _NONE
+    ) -> numpy.ndarray:
         """Bytes at every place of the forward, then of the backward."""
-        changes = self._fixed.copy()
-        stored = {c.saved: (c, s) for c, s in (chosen or {}).items() if s is not Scheme.EXACT}
+        changes, schemes = self._fixed.copy(), chosen or {}
+        elsewhere = {c for c, s in schemes.items() if s is not Scheme.EXACT} | hosted
+        stored = {c.saved: (c, schemes.get(c, Scheme.EXACT)) for c in elsewhere}
+        fetched = self._fetched(hosted)
         for memory, pairs in self._pairs.items():
             begin, end = self._ahead.place[memory], self._ahead.last[memory]
             kept = [restored for saved, restored in pairs if saved not in stored]
@@ -73,21 +85,39 @@ class Rise:
             self._add(changes, begin, end, _bytes(memory))
             for saved, restored in pairs:
                 if saved in stored:
-                    self._add_stored(changes, *stored[saved], restored)
+                    self._add_stored(changes, *stored[saved], restored, fetched.get(saved))
         return numpy.cumsum(changes[:-1])
 
+    def _fetched(self, hosted: Set[Crosser]) -> dict[fx.Node, int]:
+        """Where copies back from the host begin: where the one before is wanted."""
+        wanted = sorted((self._turn + self._back.span(c.restored)[0], c.saved) for c in hosted)
+        begins = [self._turn, *(place for place, _ in wanted)]
+        return {saved: begin for begin, (_, saved) in zip(begins, wanted, strict=False)}
+
     def _add_stored(
-        self, changes: numpy.ndarray, crosser: Crosser, scheme: Scheme, restored: fx.Node
+        self,
+        changes: numpy.ndarray,
+        crosser: Crosser,
+        scheme: Scheme,
+        restored: fx.Node,
+        fetched: int | None,
     ) -> None:
-        """Packed behind the last use in the forward, whole from the first use on, if at all."""
-        packed = self._ahead.last[base(crosser.saved)]
+        """Packed behind the last use in the forward, whole from the first use on, if at all.
+
+        ``fetched``: where it comes back from the host, if it waits there. What is copied from is a
+        copy.
+        """
+        begin = self._ahead.last[base(crosser.saved)]
         whole, size = held_bytes(crosser, scheme)
         first, last = (self._turn + place for place in self._back.span(restored))
-        if self._fused is not None and self._fused(crosser, scheme):
+        if fetched is not None:
+            self._add(changes, begin, begin, size if scheme is Scheme.EXACT else 2 * size)
+            begin = fetched
+        if scheme is Scheme.EXACT or (self._fused is not None and self._fused(crosser, scheme)):
             first = last
         else:
             self._add(changes, first, last, whole)
-        self._add(changes, packed, first, size)
+        self._add(changes, begin, first, size)
 
     @staticmethod
     def _add(changes: numpy.ndarray, first: int, last: int, size: int) -> None:

@@ -1,20 +1,36 @@
 """Partitioned graphs -> the same with crossing tensors stored compressed. Never chooses.
 
 A tensor is packed after its last use in the forward and unpacked before its first use in the
-backward, so that the whole of it exists on neither side in between.
+backward, so that the whole of it exists on neither side in between. What is kept of it may go to
+host memory there; it is fetched back while the one before it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence, Set
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
+from hot_compile.passes.cost.storing import fuses
 from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, VIEWS, aten, returned, strip, walk
+from hot_compile.passes.graph import (
+    CASTS,
+    CHANNEL_DIM,
+    VIEWS,
+    aten,
+    closure,
+    is_ours,
+    is_tangent,
+    placeholders,
+    returned,
+    strip,
+    walk,
+)
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
@@ -23,25 +39,36 @@ from hot_compile.passes.storage.normalised import summed_by_softmax
 from hot_compile.passes.storage.pack import pack, totals, unpack, unpack_mask
 from hot_compile.passes.storage.readers import kept_dims
 from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.runtime.host_copies import LANES
+
+hot = torch.ops.hot
+_LANE = 1
+"""Place of ``to_host``'s argument."""
 
 
 def store(
-    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, chosen: Mapping[Crosser, Scheme]
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_fwd_outputs: int,
+    chosen: Mapping[Crosser, Scheme],
+    hosted: Set[Crosser] = frozenset(),
 ) -> dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]]:
-    """Store every crossing tensor of ``chosen`` by its scheme; both graphs change in place.
+    """Store every crossing tensor of ``chosen`` by its scheme, those of ``hosted`` on the host.
 
-    Returns for each of them what the forward keeps in its place.
+    Both graphs change in place. Returns for each of them what the forward keeps in its place.
     """
     edit = _Edit(forward, backward, num_fwd_outputs)
     carried = {c.own_mask for c, scheme in chosen.items() if scheme is not scheme.plain}
     stored: dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]] = {}
-    for crosser, scheme in chosen.items():
-        if scheme is Scheme.EXACT:
+    exact = sorted(hosted - chosen.keys(), key=lambda crosser: crosser.saved)
+    for crosser, scheme in (*chosen.items(), *((c, Scheme.EXACT) for c in exact)):
+        host = crosser in hosted
+        if scheme is Scheme.EXACT and not host:
             continue
-        for mask in crosser.masks:
+        for mask in crosser.masks if scheme is not Scheme.EXACT else ():
             if mask not in carried:
-                edit.keep_mask(mask, beside=crosser)
-        stored[crosser] = scheme, edit.replace(crosser, scheme)
+                edit.keep_mask(mask, crosser, host)
+        stored[crosser] = scheme, edit.replace(crosser, scheme, host)
     edit.finish()
     return stored
 
@@ -59,17 +86,20 @@ class _Edit:
         self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
 
-    def replace(self, crosser: Crosser, scheme: Scheme) -> tuple[fx.Node, ...]:
-        """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted."""
+    def replace(self, crosser: Crosser, scheme: Scheme, host: bool) -> tuple[fx.Node, ...]:
+        """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted.
+
+        ``host``: in host memory.
+        """
         slot, arriving = self._slot_of[crosser.saved], crosser.restored
         slot.remove(crosser.saved)
         if arriving.users:
             mask = None if scheme is scheme.plain else crosser.own_mask
-            slot += self._store(crosser.saved, arriving, arriving, scheme, mask)
+            slot += self._store(crosser.saved, arriving, arriving, scheme, host, mask)
         self._backward.erase_node(arriving)
         return tuple(slot)
 
-    def keep_mask(self, mask: Mask, beside: Crosser) -> None:
+    def keep_mask(self, mask: Mask, beside: Crosser, host: bool) -> None:
         """Make the backward's comparison in the forward instead, and save its bits."""
         if mask in self._masks:
             return  # another tensor it is recomputed from was stored before
@@ -78,7 +108,8 @@ class _Edit:
         made = _make(mask, Emitter(self._forward, _after_last_use(compared), compared))
         bits = isinstance(layout_of(made.meta["val"], Scheme.BITS), Layout)
         scheme = Scheme.BITS if bits else Scheme.EXACT
-        self._slot_of[beside.saved] += self._store(made, mask.node, beside.restored, scheme)
+        kept = self._store(made, mask.node, beside.restored, scheme, host)
+        self._slot_of[beside.saved] += kept
         self._backward.erase_node(mask.node)
 
     def _store(
@@ -87,6 +118,7 @@ class _Edit:
         wanted: fx.Node,
         beside: fx.Node,
         scheme: Scheme,
+        host: bool,
         mask: Mask | None = None,
     ) -> tuple[fx.Node, ...]:
         """Pack ``saved`` in the forward and give the users of the backward's ``wanted`` its value.
@@ -101,9 +133,13 @@ class _Edit:
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
         parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
         shares = _share_of_sum(emit, saved, stored, parts, scheme)
+        if host:
+            parts = emit.parts(emit(hot.to_host.default, list(parts), 0))
         arriving = tuple(self._placeholder(part, beside) for part in parts)
         kept = shares and self._placeholder(shares, beside)
         emit = Emitter(self._backward, min(wanted.users), wanted)
+        if host:
+            arriving = self._arriving(emit, arriving, stored.meta["val"].device)
         value = unpack(emit, arriving, stored.meta["val"], scheme)
         if kept:
             value = emit(aten.mul.Tensor, value, emit.cast(kept, value.meta["val"].dtype))
@@ -115,6 +151,34 @@ class _Edit:
             self._backward.erase_node(mask.node)
             self._restored.append(outcome)
         return parts if shares is None else (*parts, shares)
+
+    def _arriving(
+        self, emit: Emitter, kept: tuple[fx.Node, ...], device: torch.device
+    ) -> tuple[fx.Node, ...]:
+        """What waits in host memory, on ``device`` again."""
+        coming = emit(hot.fetch.default, list(kept), device, [])
+        return emit.parts(emit(hot.arrive.default, coming, list(kept), device, []))
+
+    def _take_turns(self) -> None:
+        """Copies to the host by turns; each is fetched back before the one before it is awaited.
+
+        The first one is when the backward begins. They depend on nothing but the backward's inputs,
+        so Inductor would have all of them at its beginning: each is told what it comes behind.
+        """
+        for place, sent in enumerate(_calls(self._forward, hot.to_host.default)):
+            sent.update_arg(_LANE, place % LANES)
+        arrivals = _calls(self._backward, hot.arrive.default)
+        coming = [arrival.all_input_nodes[0] for arrival in arrivals]
+        for first in coming[:1]:
+            placeholders(self._backward)[-1].append(first)
+        gradients = closure(n for n in placeholders(self._backward) if is_tangent(n))
+        for arrival, following in zip_longest(arrivals, coming[1:]):
+            behind = _made_before(arrival, gradients)
+            if following is not None:
+                arrival.prepend(following)
+                _come_behind(following, behind)
+                behind = [*behind, following]
+            _come_behind(arrival, behind)
 
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
         with self._backward.inserting_before(beside):
@@ -128,6 +192,7 @@ class _Edit:
         seen_by_user = returned(self._forward)[: self._user_outputs]
         saved = [value for slot in self._slots for value in slot]
         self._output.args = (tuple(seen_by_user + saved),)
+        self._take_turns()
         if "desc" in self._output.meta:
             described = list(self._output.meta["desc"])[: self._user_outputs]
             described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
@@ -151,7 +216,7 @@ def _share_of_sum(
     A softmax's backward takes from each gradient their mean by its probabilities: where a row is
     saturated nothing else is left, and what their sum lacks would be all of q's and k's gradient.
     """
-    summed = None if scheme is Scheme.BITS else summed_by_softmax(saved)
+    summed = None if scheme in (Scheme.EXACT, Scheme.BITS) else summed_by_softmax(saved)
     if summed is None:
         return None
     dim, is_one = summed
@@ -162,6 +227,38 @@ def _share_of_sum(
     # a row that was rounded away, beside larger ones of its groups, is no 1 / 0
     sound = emit(aten.gt.Tensor, emit(aten.mul.Tensor, total, 2.0), due)
     return emit(aten.where.self, sound, emit(aten.div.Tensor, due, total), one)
+
+
+def _come_behind(node: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Let a ``fetch`` or ``arrive`` depend on ``others``, by its last argument."""
+    node.update_arg(len(node.args) - 1, list(others))
+
+
+def _made_before(place: fx.Node, gradients: Set[fx.Node]) -> list[fx.Node]:
+    """The last of ``gradients`` before ``place`` that is in memory anyway, if there is one.
+
+    Not of the layer that ``place`` is for, whose calls may become one (``gather``).
+    """
+    node = place.prev
+    while node.op == "call_function":
+        same = node.meta.get("seq_nr") == place.meta.get("seq_nr")
+        if node in gradients and not same and _in_memory_anyway(node):
+            return [node]
+        node = node.prev
+    return []
+
+
+def _in_memory_anyway(node: fx.Node) -> bool:
+    """No kernel of Inductor's makes it, nor only our own ones read it."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(maker, fx.Node)
+    alone = not fuses(maker) and maker.target not in VIEWS
+    leaves = not all(map(is_ours, node.users))
+    return alone and leaves and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
+    return sorted(graph.find_nodes(op="call_function", target=op))
 
 
 def _make(mask: Mask, emit: Emitter) -> fx.Node:

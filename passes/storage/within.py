@@ -43,6 +43,8 @@ class Met:
     """Tensors that are recomputed and that Inductor would keep."""
     stored: int = 0
     """Tensors that are stored compressed."""
+    hosted: int = 0
+    """Tensors that wait in host memory, as they are stored."""
     between: bool = False
     """``most``, ``above`` and ``least`` are of what is held between forward and backward."""
 
