@@ -4,13 +4,15 @@
     python benchmarks/budget.py --cases gpt2 --points 5 --jobs 10 --json gpt2.json  # minutes
     python benchmarks/budget.py --cases vit-tiny --device cpu --dtype fp32 --points 2
 
-First each case's ends: stock Inductor's peak, and the least that hot's storage reaches. Between
-them, at equal distances, ``memory_budget`` with these bytes and, beside it, stock with torch's own
-``activation_memory_budget``. A process a configuration: up to ``--jobs`` of them compile at once,
-and are timed one by one. Peaks are all that stands in the device's memory, weights included. A
-process that fails, or takes longer than ``--limit``, is a row with its error; the JSON is written
-after every row. The last column is what torch's own takes at the same peak, between its two points
-next to it.
+First each case's ends: stock Inductor's peak, and the least that hot's storage reaches; and stock
+with every block checkpointed by its library. Between the ends, at equal distances, and at what
+checkpointing needs, ``memory_budget`` with these bytes and, beside it, stock with torch's own
+``activation_memory_budget``. Below, where tensors have to wait in host memory, ``memory_budget``
+alone: what is less than possible is a row with the error. A process a configuration: up to
+``--jobs`` of them compile at once, and are timed one by one. Peaks are all that stands in the
+device's memory, weights included. A process that fails, or takes longer than ``--limit``, is a row
+with its error; the JSON is written after every row. The last column is what torch's own takes at
+the same peak, between its two points next to it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from report import StepRow, environment, write_json
 from rich.console import Console
 from rich.table import Table
 from step import compiler_settings
-from tables import STOCK, TORCH, at_peak
+from tables import CHECKPOINTED, STOCK, TORCH, at_peak
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
@@ -46,6 +48,8 @@ from hot_compile.memory import peak_bytes
 
 ON_A_GPU = "vit-b-128,gpt2,resnet50-256"
 LEAST = "hot:memory_budget=0"
+BELOW = (0.85, 0.7)
+"""Of that peak, where nothing but host memory helps."""
 WARM_UP = 20
 """Steps: the budget is corrected twice at most, five steps each."""
 ROUNDS = 6
@@ -66,15 +70,22 @@ class Row(StepRow):
     error: str = ""
 
 
-def configurations(stock: Row, least: Row, points: int) -> list[tuple[str, int]]:
-    """(configuration, bytes asked) from stock's peak down to the least."""
-    found = []
+def configurations(ends: list[Row], points: int, below: bool) -> list[tuple[str, int]]:
+    """(configuration, bytes asked): from stock's peak to the least, where checkpointing is, below.
+
+    ``ends``: what was measured of stock, of the least and, perhaps, of checkpointing.
+    """
+    (stock, least, *others), found = (row.peak_bytes for row in ends), []
     for place in range(points):
         part = place / max(1, points - 1)
-        asked = int(stock.peak_bytes + (least.peak_bytes - stock.peak_bytes) * part)
-        found.append((f"hot:memory_budget={asked / 2**20:.1f}MiB", asked))
+        found.append(_within(int(stock + (least - stock) * part)))
         found.append((f"{TORCH}{1 - (1 - SMALLEST) * part:.2f}", 0))
-    return found
+    lower = [int(least * part) for part in BELOW] if below else []
+    return found + [_within(peak) for peak in (*others, *lower)]
+
+
+def _within(asked: int) -> tuple[str, int]:
+    return f"hot:memory_budget={asked / 2**20:.1f}MiB", asked
 
 
 def measure(
@@ -85,13 +96,15 @@ def measure(
     trace_past_warnings()
     warnings.simplefilter("always", OptionWarning)
     row = Row(case, config, asked_bytes=asked)
-    inner = StepperRow(case, STOCK if config.startswith(TORCH) else config)
+    inner = StepperRow(case, STOCK if config.startswith((TORCH, CHECKPOINTED)) else config)
     inductor_config.compile_threads = THREADS
     if config.startswith(TORCH):
         functorch_config.activation_memory_budget = float(config.removeprefix(TORCH))
     start = time.perf_counter()
     with compiler_settings(dtype), fresh_cache():
         stepper = Stepper(inner, workload(CASES[case]), device, dtype == "bf16", CASES[case].adamw)
+        if config == CHECKPOINTED:
+            _checkpoint(stepper.model)
         for _ in range(WARM_UP if device.type == "cuda" else 2):
             stepper.step()
         row.compile_s = time.perf_counter() - start
@@ -104,6 +117,14 @@ def measure(
             stepper.measure(STEPS[device.type])
         row.best_ms, row.host_ms, row.loss = inner.best_ms, inner.host_ms, inner.loss
         yield [row]
+
+
+def _checkpoint(model: torch.nn.Module) -> None:
+    """Every block, as its library does."""
+    if hasattr(model, "gradient_checkpointing_enable"):  # transformers'
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:  # timm's
+        model.set_grad_checkpointing(True)
 
 
 def _standing(stepper: Stepper) -> int:
@@ -213,11 +234,13 @@ def main(
             if json_file:  # each time: what was measured stays, whatever stops the rest
                 write_json(json_file, where, settings, [asdict(r) for r in measured])
 
-    run([(name, end, 0) for name in names for end in (STOCK, LEAST)])
+    on_gpu = where.type == "cuda"  # which has another memory than the host's
+    first = (STOCK, LEAST, CHECKPOINTED) if on_gpu else (STOCK, LEAST)
+    run([(name, config, 0) for name in names for config in first])
     for name in names:
         ends = [row for row in measured if row.case == name and not row.error]
-        if len(ends) == 2:
-            run([(name, *pair) for pair in configurations(*ends, points)])
+        if [row.config for row in ends[:2]] == [STOCK, LEAST]:
+            run([(name, *pair) for pair in configurations(ends, points, on_gpu)])
     Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
     return measured
 

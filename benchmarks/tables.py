@@ -18,8 +18,8 @@ Document = dict[str, Any]
 Raw = dict[str, Any]
 Lines = list[tuple[str, ...]]
 MIB, GIB = 2**20, 2**30
-STOCK, TORCH = "exact", "torch:"
-"""Configurations of ``budget.py``: stock Inductor as it is, and with torch's own budget."""
+STOCK, TORCH, CHECKPOINTED = "exact", "torch:", "checkpointed"
+"""Configurations of ``budget.py``: stock as it is, with torch's own budget, with checkpoints."""
 NAMES = {
     "gpt2": "GPT-2 124M, 8 × 1024, logits returned",
     "gpt2-loss": "the same, loss only",
@@ -119,6 +119,8 @@ def budgets(documents: list[Document]) -> Lines:
             ms = f"{row['best_ms']:.1f}"
             if row["config"] == STOCK:
                 made.append((f"{NAMES[case]}: stock", "", f"{peak / MIB:.0f}", "", ms, ""))
+            if row["config"] == CHECKPOINTED:
+                made.append(("every block checkpointed", "", f"{peak / MIB:.0f}", "", ms, ""))
             if asked:
                 theirs = at_peak(mine, peak)
                 said = f"its least is {least / MIB:.0f}" if theirs is None else f"{theirs:.1f}"
