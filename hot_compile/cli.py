@@ -15,7 +15,7 @@ from rich.text import Text
 from . import __version__, plan_cli, profile_cli, tune_cli
 from .errors import BuildError, OptionError, PassDisabledError, ScriptError
 from .runtime.native import build as building
-from .runtime.native.providers import status
+from .runtime.native.providers import Provider, status
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.add_typer(profile_cli.app, name="profile")
@@ -123,12 +123,20 @@ def doctor() -> None:
     table.add_row("build cache", Text(str(building.cache_dir())))
     providers = [status(device_type) for device_type in ("cpu", "cuda")]
     for provider in providers:
-        verdict = ("ready", "green") if provider.available else ("missing", "red")
         said = "; ".join(part for part in (provider.reason, provider.origin) if part)
-        table.add_row(provider.device_type, Text.assemble(verdict, f" {said}"))
+        table.add_row(provider.device_type, Text.assemble(_verdict(provider), f" {said}"))
     console.print(table)
     if not any(provider.available for provider in providers):
         raise typer.Exit(1)
+
+
+def _verdict(provider: Provider) -> tuple[str, str]:
+    """A word and its colour. What only a GPU needs is not missing where there is none."""
+    if provider.available:
+        return "ready", "green"
+    if provider.device_type == "cuda" and not torch.cuda.is_available():
+        return "not needed, torch finds no GPU; to build for one:", "dim"
+    return "missing", "red"
 
 
 def _compiler() -> Text:

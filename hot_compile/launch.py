@@ -30,7 +30,8 @@ from .summary import Figures, Summary, graph_key
 
 
 def parse_settings(settings: Sequence[str], recipe: str | None = None) -> dict[str, Any]:
-    """Options from ``key=value`` texts: values are Python literals, or else strings.
+    """Options from ``key=value`` texts: values are Python literals, true and false in either case,
+    or else strings.
 
     Raises:
         OptionError: a text has no key, a key comes twice or is unknown, a value is not valid.
@@ -50,7 +51,12 @@ def parse_settings(settings: Sequence[str], recipe: str | None = None) -> dict[s
     return options
 
 
+_WORDS = {"true": True, "false": False}
+
+
 def _literal(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -154,9 +154,10 @@ def test_the_same_layers_compiled_again_count_once(seen):
 
 SETTINGS = [
     "keep_head=False",
+    "recompute=FALSE",
     "exclude=['a', 'b']",
     "min_gain=0",
-    "max_autotune=True",
+    "max_autotune=true",
     "rows=batch",
 ]
 
@@ -165,6 +166,7 @@ def test_settings_are_typed():
     assert parse_settings(SETTINGS, "fast") == {
         "recipe": "fast",
         "keep_head": False,
+        "recompute": False,
         "exclude": ["a", "b"],
         "min_gain": 0,
         "max_autotune": True,

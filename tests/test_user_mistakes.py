@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from hot_compile import Monitor, set_step
+from hot_compile import Monitor, cli, set_step
 from hot_compile.backend import hot
 from hot_compile.cli import app
 from hot_compile.config import Strategy, option_names
@@ -23,6 +23,7 @@ from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.unmet import warn_once
 from hot_compile.record import Dump
 from hot_compile.runtime.native import build
+from hot_compile.runtime.native.providers import Provider
 from hot_compile.testing import hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False}
@@ -322,6 +323,17 @@ def test_markup_in_modules_is_shown_as_it_is():
     entry = Crossing("[/a]", "[/red]", "float32", ("4",), 4, 4, "exact", "[/b]", False)
     measured = dict.fromkeys(("exact", "hot"), Measured(1, 0, 1))
     assert "[/red]" in str(MemoryReport((entry,), measured))
+
+
+@pytest.mark.parametrize(("gpu", "said"), [(False, "torch finds no GPU"), (True, "missing")])
+def test_doctor_misses_what_a_gpu_needs_only_where_there_is_one(gpu, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    found = cli.status
+    nothing = Provider("cuda", False, "no nvcc")
+    monkeypatch.setattr(cli, "status", lambda kind: nothing if kind == "cuda" else found(kind))
+    told = CliRunner().invoke(app, ["doctor"]).output
+    assert said in told
+    assert ("missing" in told) is gpu
 
 
 def test_doctor_and_build_show_paths_as_they_are(monkeypatch, tmp_path):
