@@ -4,6 +4,8 @@
     python benchmarks/fidelity.py run --tasks digits --recipes exact;hot --seeds 3
     python benchmarks/fidelity.py report                     # docs/measured/fidelity.md, JSON, PNG
     python benchmarks/fidelity.py restore                              # cells from that JSON
+    python benchmarks/fidelity.py run --recipes 8-bit --seeds 3 --out out/eight_bits
+    python benchmarks/fidelity.py figures FILE.json --out out/eight_bits   # for pages.py
 
 A cell is one task trained with one recipe from one seed; its result is a JSON file below ``--out``,
 and cells that are there are not run again. All cells of a task and seed start from the same weights
@@ -14,6 +16,8 @@ compile time. Cells are run in order of importance, so that a run that is stoppe
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import functools
 import json
 import multiprocessing
@@ -27,14 +31,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from fidelity_report import figures_of, write_report
+from fidelity_cells import EIGHT_BITS, FLOAT8, Cells
+from fidelity_report import figures_of, write_figures, write_report
 from fidelity_tasks import NEEDS_PRETRAINING, TASKS, Setting, pretrain
+from float8_reference import in_float8
 from report import environment
 from torch._inductor.compile_fx import compile_fx_inner
 
 from hot_compile.backend import hot
 from hot_compile.config import HotConfig
 from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.passes.layers.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -65,32 +72,34 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper, no ABC": {**PER_TOKEN, "recompute": True},
     **{f"paper, r={rank}": {**PER_TOKEN, "rank": rank} for rank in (16, 8, 4, 2, 1)},
     "8-bit forward": {"recipe": "int8-forward"},
+    FLOAT8: {"recipe": "exact"},
     "LoRA factors": {"recipe": "paper", "exclude": ["*.base_layer"], "override": LOW_RANK},
     "LoRA frozen": {"recipe": "paper"},
     "LoRA both": {"recipe": "paper", "override": LOW_RANK},
 }
 """Options by the name that tables show. Every layer is rewritten, whether or not it pays; tensors
 that no layer reads are left alone, except in "hot, memory", the default of ``hot``, and its kin
-("8-bit forward" among them).
+("8-bit forward" among them). What is "fake" changes the model, not the backend.
 """
 MAIN = tuple(RECIPES)[:13]
 _STORED = ("hot, memory in 8 bits", "hot, memory as in the paper")
 _OTHERS = ("exact", "hot, memory", "hot", "fast")
+_FORWARDS = ("8-bit forward", FLOAT8)
 SUITE: dict[str, tuple[str, ...]] = {
-    "glyph-scratch": (*MAIN, *_STORED, *(f"paper, r={r}" for r in (16, 8, 4, 2, 1))),
-    "char-gpt": (*MAIN, *_STORED),
-    "glyph-tune": (*MAIN, "paper, no ABC", "paper, r=8"),
-    "digits": MAIN,
-    "lora": (*_OTHERS, "LoRA factors", "LoRA frozen", "LoRA both"),
-    "two-digits": _OTHERS,
-    "glyph-resnet": (*_OTHERS, "hot, memory in 8 bits"),
+    "glyph-scratch": (*MAIN, *_STORED, *(f"paper, r={r}" for r in (16, 8, 4, 2, 1)), *_FORWARDS),
+    "char-gpt": (*MAIN, *_STORED, *_FORWARDS),
+    "glyph-tune": (*MAIN, "paper, no ABC", "paper, r=8", *_FORWARDS),
+    "digits": (*MAIN, *_FORWARDS),
+    "lora": (*_OTHERS, "LoRA factors", "LoRA frozen", "LoRA both", *_FORWARDS),
+    "two-digits": (*_OTHERS, *_FORWARDS),
+    "glyph-resnet": (*_OTHERS, "hot, memory in 8 bits", *_FORWARDS),
 }
 """What the full suite runs for each task."""
 IMPORTANCE = (
-    *("exact", "hot, memory", "hot", "fast", "LoRA both", "LoRA frozen"),
+    *("exact", "hot, memory", *_FORWARDS, "hot", "fast", "LoRA both", "LoRA frozen"),
     *("luq", "int4-naive", "lbp-wht", "paper, r=4", "paper, r=2", "paper, r=1", *_STORED),
     *("LoRA factors", "paper", "fast, budget 0.5", "fast, on trust", "paper, r=8", "paper, r=16"),
-    *("paper+lqs", "hot+lqs", "paper, no ABC", "int8", "8-bit forward"),
+    *("paper+lqs", "hot+lqs", "paper, no ABC", "int8"),
 )
 """The order in which they are run."""
 SEEDS = 3
@@ -117,7 +126,9 @@ Group = tuple[str, str, list[int]]
 @app.command()
 def run(
     tasks: Annotated[str, typer.Option(help=f"comma-separated; {', '.join(TASKS)}")] = "",
-    recipes: Annotated[str, typer.Option(help="separated by ';'; by default the suite's")] = "",
+    recipes: Annotated[
+        str, typer.Option(help="separated by ';'; 8-bit: those of its table; else the suite's")
+    ] = "",
     seeds: Annotated[int, typer.Option(help="how many; by default the suite's")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     jobs: Annotated[int, typer.Option(help="processes at once")] = 1,
@@ -130,7 +141,7 @@ def run(
     names = [name for name in tasks.split(",") if name] or list(SUITE)
     if unknown := set(names) - set(TASKS):
         raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {', '.join(TASKS)}")
-    chosen = [name for name in recipes.split(";") if name]
+    chosen = [name for name in recipes.split(";") if name] if recipes != "8-bit" else EIGHT_BITS
     if unknown := set(chosen) - set(RECIPES):
         raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {'; '.join(RECIPES)}")
     pairs = [(task, recipe) for task in names for recipe in chosen or SUITE[task]]
@@ -234,7 +245,7 @@ def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, low
     torch._dynamo.reset()
     if task in NEEDS_PRETRAINING:
         pretrain(setting)
-    start, work, reports = time.monotonic(), TASKS[task](setting), Reports()
+    start, work, reports = time.monotonic(), _task(task, recipe, setting), Reports()
     observing = _observes(recipe)
     profile = setting.out / "profiles" / f"{task}.{recipe}.{seeds[0]}.json"
     inner = compile_fx_inner if lower else run_uncompiled
@@ -244,7 +255,7 @@ def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, low
     for _ in range(work.steps):
         for training in trainings:
             training.step()
-    plan = reports.graphs[-1].plan if reports.graphs else ()
+    plan = reports.graphs[-1].plan if reports.graphs else Plan(recipe, ())
     for seed, training in zip(seeds, trainings, strict=True):
         losses, score = training.finish()
         seconds = (time.monotonic() - start) / len(seeds)
@@ -254,11 +265,28 @@ def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, low
             "held_bytes": training.held, "seconds": round(seconds, 1),
             "losses": [round(loss, 4) for loss in losses],
             "strategies": {d.site: f"{d.strategy}" for d in plan},
-            "reasons": {d.site: d.reason for d in plan}, "quick": setting.quick,
+            "reasons": {d.site: d.reason for d in plan}, "forwards": _forwards(plan),
+            "date": datetime.date.today().isoformat(), "quick": setting.quick,
             "environment": environment(work.device),
         }  # fmt: skip
         print(f"{task} {recipe} {seed}: {score:.4f}", flush=True)
         _write_cell(cell_path(setting.out, task, recipe, seed), data)
+
+
+def _task(task: str, recipe: str, setting: Setting) -> Task:
+    """The task, its model changed where the recipe wants that."""
+    work = TASKS[task](setting)
+    if recipe != FLOAT8:
+        return work
+    return dataclasses.replace(work, build=lambda: in_float8(work.build()))
+
+
+def _forwards(plan: Plan) -> dict[str, list[str]]:
+    """With an 8-bit forward: layers by what became of their forward product, and why."""
+    found: dict[str, list[str]] = {}
+    for f in plan.forwards:
+        found.setdefault(f.way if f.int8 else f"{f.way}: {f.reason}", []).append(f.site)
+    return found
 
 
 def _write_cell(path: Path, data: dict[str, Any]) -> None:
@@ -293,10 +321,16 @@ def report(out: Out = OUT, document: Document = DOCUMENT) -> None:
 
 
 @app.command()
+def figures(file: Path, out: Out = OUT) -> None:
+    """The cells as one JSON file, which ``pages.py`` makes tables of."""
+    for line in write_figures(Cells.load(out), file):
+        print(line)
+
+
+@app.command()
 def restore(out: Out = OUT, document: Document = DOCUMENT) -> None:
     """Cells from the report's JSON, where there are none: to go on from a published run."""
-    figures = json.loads(figures_of(document).read_text())
-    for row in figures["rows"]:
+    for row in json.loads(figures_of(document).read_text())["rows"]:
         path = cell_path(out, row["task"], row["recipe"], row["seed"])
         if not path.exists():
             _write_cell(path, {**row, "losses": [], "strategies": {}, "reasons": {}})

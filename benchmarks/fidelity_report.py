@@ -4,89 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fidelity_cells import Cells, mean_spread, score_of
 
 from hot_compile.config import RECIPES, HotConfig, Strategy
 from hot_compile.passes.measure import lqs
 from hot_compile.passes.measure.profile import LayerProfile, Profile
 
-LOWER_IS_BETTER = {"loss"}
 RANKS = (16, 8, 4, 2, 1)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run's result."""
-
-    task: str
-    recipe: str
-    seed: int
-    metric: str
-    score: float
-    held_bytes: int
-    raw: dict[str, Any]
-
-
-class Cells:
-    """All results, by task and recipe and seed."""
-
-    def __init__(self, cells: Iterable[Cell]) -> None:
-        self._cells: dict[str, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
-        for cell in cells:
-            self._cells[cell.task][cell.recipe][cell.seed] = cell
-
-    @classmethod
-    def load(cls, out: Path) -> Cells:
-        """Every cell below the folder."""
-        found = []
-        for path in sorted((out / "cells").glob("*/*.json")):
-            raw = json.loads(path.read_text())
-            fields = ("task", "recipe", "seed", "metric", "score", "held_bytes")
-            found.append(Cell(*(raw[name] for name in fields), raw))
-        return cls(found)
-
-    @property
-    def tasks(self) -> list[str]:
-        """Tasks that have results."""
-        return list(self._cells)
-
-    def get(self, task: str, recipe: str) -> list[Cell]:
-        """By seed."""
-        return [cell for _, cell in sorted(self._cells[task][recipe].items())]
-
-    def relative(self, task: str, recipe: str) -> list[float]:
-        """Per seed: how much better than exact, relative to it (negative: worse)."""
-        exact = {cell.seed: cell for cell in self.get(task, "exact")}
-        found = []
-        for cell in self.get(task, recipe):
-            if cell.seed in exact:
-                gain = cell.score / exact[cell.seed].score - 1
-                found.append(-gain if cell.metric in LOWER_IS_BETTER else gain)
-        return found
-
-    def all(self) -> list[Cell]:
-        """Every cell."""
-        return [c for t in self._cells.values() for r in t.values() for c in r.values()]
-
-
-def _mean_spread(values: list[float], scale: float = 1.0, digits: int = 2) -> str:
-    if not values:
-        return ""
-    mean = statistics.fmean(values) * scale
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    spread = statistics.stdev(values) * scale
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
-
-
-def _score(cells: list[Cell]) -> str:
-    lower = bool(cells) and cells[0].metric in LOWER_IS_BETTER
-    return _mean_spread([c.score for c in cells], 1 if lower else 100, 3 if lower else 2)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -99,14 +28,14 @@ def main_table(cells: Cells, recipes: Iterable[str]) -> str:
     tasks = cells.tasks
     units = {t: cells.get(t, "exact")[0].metric for t in tasks if cells.get(t, "exact")}
     header = ["recipe", *(f"{t}, {'%' if units.get(t) == 'accuracy' else 'loss'}" for t in tasks)]
-    rows = [[r, *(_score(cells.get(t, r)) for t in tasks)] for r in recipes]
+    rows = [[r, *(score_of(cells.get(t, r)) for t in tasks)] for r in recipes]
     return _table(header, [row for row in rows if any(row[1:])])
 
 
 def relative_table(cells: Cells, recipes: Iterable[str]) -> str:
     """The same, relative to exact in percent, paired by seed; negative is worse."""
     rows = [
-        [r, *(_mean_spread(cells.relative(t, r), 100) for t in cells.tasks)]
+        [r, *(mean_spread(cells.relative(t, r), 100) for t in cells.tasks)]
         for r in recipes
         if r != "exact"
     ]
@@ -121,16 +50,16 @@ def increments_table(cells: Cells) -> str:
     names |= {"paper+lqs": "+ ABC + LQS", "paper": "ABC, scales per tensor (no LQS)"}
     for recipe, name in names.items():
         if found := cells.get(task, recipe):
-            rows.append([name, f"{found[0].held_bytes / 1e6:.1f}", _score(found)])
+            rows.append([name, f"{found[0].held_bytes / 1e6:.1f}", score_of(found)])
     return _table(["method", "MB held", "accuracy, %"], rows)
 
 
 def rank_table(cells: Cells) -> str:
     """Supplementary table 2's shape: HLA's rank."""
-    rows = [["exact", _score(cells.get("glyph-scratch", "exact"))]]
+    rows = [["exact", score_of(cells.get("glyph-scratch", "exact"))]]
     for rank in RANKS:
         name = f"{rank} (full rank)" if rank == 16 else str(rank)
-        rows.append([name, _score(cells.get("glyph-scratch", f"paper, r={rank}"))])
+        rows.append([name, score_of(cells.get("glyph-scratch", f"paper, r={rank}"))])
     return _table(["rows kept of 16", "accuracy, %"], rows)
 
 
@@ -141,7 +70,7 @@ def lora_table(cells: Cells) -> str:
         ("no", "no", "exact"), ("no", "yes", "LoRA factors"),
         ("yes", "no", "LoRA frozen"), ("yes", "yes", "LoRA both"),
     ):  # fmt: skip
-        rows.append([frozen, factors, _score(cells.get("lora", recipe))])
+        rows.append([frozen, factors, score_of(cells.get("lora", recipe))])
     return _table(["HOT on frozen weights", "HOT on low-rank factors", "accuracy, %"], rows)
 
 
@@ -225,13 +154,25 @@ def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]
     document.write_text(text)
     picture = document.with_suffix(".png")
     plot(cells, recipes, picture)
-    figures = figures_of(document)
-    figures.parent.mkdir(parents=True, exist_ok=True)
-    left_out = ("losses", "reasons", "strategies")
-    rows = [{k: v for k, v in c.raw.items() if k not in left_out} for c in cells.all()]
-    figures.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    said = write_figures(cells, figures_of(document))
     known = [table for table in tables.values() if table is not None]
-    return [f"{len(rows)} cells: {document}, {picture}, {figures}", *known]
+    return [f"{document}, {picture}", *said, *known]
+
+
+def write_figures(cells: Cells, file: Path) -> list[str]:
+    """All cells' figures as one JSON file; says what was run where and when."""
+    rows = cells.rows()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    runs = Counter(map(_run_of, rows))
+    said = (f"  {count} cells: {', '.join(run)}" for run, count in runs.items())
+    return [f"{len(rows)} cells: {file}", *said]
+
+
+def _run_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """When, where and with what it was run."""
+    environment = row.get("environment", {})
+    return (row.get("date", "no date"), *(f"{environment.get(k)}" for k in ("device", "torch")))
 
 
 def _marked(name: str) -> str:

@@ -26,6 +26,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 import typer
+from float8_reference import takes_float8
 from models import Size, Workload, build
 from report import document, environment, publish
 from tables import training
@@ -36,7 +37,6 @@ from hot_compile.memory import held_bytes, peak_bytes
 RECOMPUTE = "+recompute"
 FLOAT8 = "float8-"
 DTYPES = ("fp32", "tf32", "bf16")
-HEADS = ("head", "fc", "classifier", "lm_head")
 WARM_UP = 3
 MODEL = "vit_tiny_patch16_224"
 
@@ -73,10 +73,6 @@ def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
 def _to_float8(model: nn.Module, recipe: str) -> None:
     """Every Linear but the head becomes torchao's, as its documentation recommends."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def takes_float8(module: nn.Module, path: str) -> bool:
-        sizes = getattr(module, "in_features", 1), getattr(module, "out_features", 1)
-        return path not in HEADS and not any(size % 16 for size in sizes)
 
     settings = Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(model, config=settings, module_filter_fn=takes_float8)

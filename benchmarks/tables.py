@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
+from fidelity_forwards import eight_bits, forwards
+
 Document = dict[str, Any]
 Raw = dict[str, Any]
 Lines = list[tuple[str, ...]]
@@ -336,5 +338,6 @@ TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     for table in (
         *(steps, budgets, training, layers, convs, quality, heads),
         *(transforms, products, packing, curves, monitoring, pretraining),
+        *(eight_bits, forwards),
     )
 }

@@ -6,10 +6,15 @@ What imports torch does so where it is used: with xdist, the process that deals 
 
 import functools
 import gc
+import importlib
 import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 # Inductor need not compile programs to find out what this CPU can do; subprocesses inherit it
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -38,6 +43,19 @@ def rates_folder(monkeypatch, tmp_path):
     folder = tmp_path / "rates"
     monkeypatch.setattr(tuned, "rates_folder", lambda: folder)
     return folder
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Import a benchmark as if started with ``python benchmarks/<name>.py``."""
+    import torch
+
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    torch._dynamo.reset()
+    yield importlib.import_module
+    for folder in ("benchmarks", "examples"):
+        for path in (ROOT / folder).glob("*.py"):
+            sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture(autouse=True)

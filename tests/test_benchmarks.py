@@ -1,28 +1,12 @@
 """Benchmarks run, account for memory rightly, and give every configuration code of its own."""
 
 import dataclasses
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytestmark = pytest.mark.slow  # three minutes of compiling what no user runs
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "examples")
-
-
-@pytest.fixture
-def program(monkeypatch):
-    """Import a benchmark as if started with ``python benchmarks/<name>.py``."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    torch._dynamo.reset()
-    yield importlib.import_module
-    for folder in FOLDERS:
-        for path in (ROOT / folder).glob("*.py"):
-            sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "llama12x2048"])
@@ -231,153 +215,6 @@ def test_packing(program, monkeypatch, tmp_path):
     read = packing.TOKENS * 128 * 4
     assert stored["Inductor int8"] - read == packing.TOKENS * (128 + 2)
     assert len(json.loads(file.read_text())["rows"]) == len(rows)
-
-
-def _cell(folder, task, recipe, seed, score, metric="accuracy", **raw):
-    data = {"task": task, "recipe": recipe, "seed": seed, "metric": metric, "score": score}
-    data |= {"held_bytes": 1_000_000, "strategies": {}, "reasons": {}, "losses": [], **raw}
-    path = folder / "cells" / task / f"{recipe}.{seed}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data))
-
-
-def test_fidelity_cell_is_trained_once_and_resumed(program, tmp_path, capsys):
-    fidelity = program("fidelity")
-    fidelity.cells("digits", "fast", "0,1", out=tmp_path, quick=True)
-    path = fidelity.cell_path(tmp_path, "digits", "fast", 1)
-    cell = json.loads(path.read_text())
-    assert 0 <= cell["score"] <= 1
-    assert len(cell["losses"]) == cell["steps"] == 8
-    assert cell["strategies"]["blocks.0.mlp.fc2"] in ("hla8", "int4", "int8")
-    assert "LQS" in cell["reasons"]["blocks.0.mlp.fc2"]
-    assert (tmp_path / "profiles" / "digits.fast.1.json").exists()
-    written = path.stat().st_mtime_ns
-    fidelity.run(tasks="digits", recipes="fast", seeds=2, quick=True, out=tmp_path)
-    assert path.stat().st_mtime_ns == written
-
-
-def test_fidelity_tells_what_lqs_chooses(program, tmp_path):
-    from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile
-
-    def layer(hla, int4, token):
-        errors = {"hla8/batch": hla, "int4": int4, "int8": 0.01}
-        weight = {name: Measure(error, 1.0) for name, error in errors.items()}
-        return LayerProfile(64, 64, 64, "float32", 2, {}, weight, token, 0.05, {})
-
-    layers = {"a": layer(0.25, 0.05, 0.01), "b": layer(0.45, 0.3, 0.04), "head": layer(1, 1, 1)}
-    Profile(8, layers).save(tmp_path / "profiles" / "glyph-scratch.fast.0.json")
-    chosen = {"a": "hla8", "b": "int8", "head": "exact"}
-    _cell(tmp_path, "glyph-scratch", "fast", 0, 0.9, strategies=chosen)
-    report = program("fidelity_report")
-    table = report.choice_table(report.Cells.load(tmp_path), tmp_path).splitlines()
-    assert table[2:] == [
-        "| a | 0.250 | 0.050 | 0.010 | 0.0100 / 0.0500 | int4 | hla8 | per token |",
-        "| b | 0.450 | 0.300 | 0.010 | 0.0400 / 0.0500 | int8 | int4 | per tensor |",
-    ]
-
-
-def test_fidelity_runs_what_is_missing_in_order(program, tmp_path):
-    fidelity = program("fidelity")
-    assert {r for recipes in fidelity.SUITE.values() for r in recipes} <= set(fidelity.IMPORTANCE)
-    assert set(fidelity.IMPORTANCE) == set(fidelity.RECIPES)
-    assert set(fidelity.SUITE) == set(fidelity.TASKS)
-    groups = fidelity._groups("glyph-scratch", "hot", 0, tmp_path)
-    assert groups == [("glyph-scratch", "hot", [0, 1, 2]), ("glyph-scratch", "hot", [3, 4, 5])]
-    path = fidelity.cell_path(tmp_path, "glyph-scratch", "hot", 1)
-    path.parent.mkdir(parents=True)
-    path.touch()
-    assert fidelity._groups("glyph-scratch", "hot", 3, tmp_path) == [
-        ("glyph-scratch", "hot", [0, 2])
-    ]
-    assert len(fidelity._groups("digits", "fast", 0, tmp_path)) == 3
-
-
-def test_fidelity_goes_on_after_a_failure(program, tmp_path, monkeypatch, capfd):
-    fidelity = program("fidelity")
-
-    def train(task, recipe, seeds, setting, lower):
-        if recipe == "exact":
-            raise RuntimeError("no such luck")
-        (tmp_path / f"{recipe}.txt").write_text(str(seeds))
-
-    monkeypatch.setattr(fidelity, "_train_group", train)
-    fidelity.run(tasks="digits", recipes="exact;hot;paper", seeds=2, jobs=1, out=tmp_path)
-    assert (tmp_path / "hot.txt").read_text() == "[0, 1]"
-    assert (tmp_path / "paper.txt").exists()
-    assert "digits exact [0, 1]: FAILED" in capfd.readouterr().err
-    assert "no such luck" in (tmp_path / "log.txt").read_text()
-
-
-def test_fidelity_trainings_take_turns_without_a_trace_of_each_other(program):
-    program("fidelity")
-    train, tasks = program("fidelity_train"), program("fidelity_tasks")
-    task = tasks.TASKS["digits"](tasks.Setting(Path(), quick=True))
-
-    def losses(*seeds):
-        trainings = [train.Training(task, "eager", seed, 3) for seed in seeds]
-        for _ in range(3):
-            for training in trainings:
-                training.step()
-        return [training.finish()[0] for training in trainings]
-
-    assert losses(0, 1) == [*losses(0), *losses(1)]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_fidelity_replays_what_it_would_do_step_by_step(program):
-    program("fidelity")
-    train, tasks = program("fidelity_train"), program("fidelity_tasks")
-    task = tasks.TASKS["digits"](tasks.Setting(Path(), "cuda", quick=True))
-
-    def losses(eager):
-        training = train.Training(task, "aot_eager", 0, eager)
-        for _ in range(8):
-            training.step()
-        assert (training._replay is None) == (eager == 8)
-        return training.finish()[0]
-
-    assert losses(3) == pytest.approx(losses(8), rel=1e-4)
-
-
-def test_fidelity_goes_on_from_a_published_run(program, tmp_path):
-    fidelity, report = program("fidelity"), program("fidelity_report")
-    _cell(tmp_path, "digits", "exact", 0, 0.9)
-    document = tmp_path / "docs" / "measured" / "fidelity.md"
-    document.parent.mkdir(parents=True)
-    report.write_report(tmp_path, document, ("exact", "hot"))
-    elsewhere = tmp_path / "elsewhere"
-    fidelity.restore(elsewhere, document)
-    (cell,) = report.Cells.load(elsewhere).all()
-    assert (cell.task, cell.recipe, cell.seed, cell.score) == ("digits", "exact", 0, 0.9)
-
-
-def test_fidelity_report(program, tmp_path):
-    report = program("fidelity_report")
-    for seed, (exact, hot) in enumerate([(0.90, 0.891), (0.80, 0.80)]):
-        _cell(tmp_path, "digits", "exact", seed, exact)
-        _cell(tmp_path, "digits", "hot", seed, hot)
-        _cell(tmp_path, "char-gpt", "exact", seed, 2 * exact, "loss")
-        _cell(tmp_path, "char-gpt", "hot", seed, 2 * hot, "loss")
-        _cell(tmp_path, "glyph-scratch", "exact", seed, exact)
-        _cell(tmp_path, "glyph-scratch", "paper, r=4", seed, hot)
-        _cell(tmp_path, "lora", "LoRA both", seed, hot)
-    cells = report.Cells.load(tmp_path)
-    assert cells.relative("digits", "hot") == pytest.approx([-0.01, 0])
-    assert cells.relative("char-gpt", "hot") == pytest.approx([0.01, 0])  # a lower loss is better
-    document = tmp_path / "docs" / "measured" / "fidelity.md"
-    document.parent.mkdir(parents=True)
-    document.write_text("Before.\n<!-- table relative -->\nold\n<!-- end -->\nAfter.\n")
-    lines = report.write_report(tmp_path, document, ("exact", "hot"))
-    text = document.read_text()
-    assert text.startswith("Before.")
-    assert text.endswith("After.\n")
-    assert "old" not in text
-    assert "| hot | 0.50 ± 0.71 | -0.50 ± 0.71 |  |  |" in text
-    assert any("| 4 | 84.55 ± 6.43 |" in line for line in lines)
-    assert any("| yes | yes | 84.55 ± 6.43 |" in line for line in lines)
-    assert (tmp_path / "docs" / "measured" / "fidelity.png").stat().st_size > 1000
-    assert len(json.loads((tmp_path / "docs" / "benchmarks" / "fidelity.json").read_text())["rows"])
 
 
 def test_outlier_pictures(program, tmp_path, capsys):

@@ -1,0 +1,91 @@
+"""Results of the fidelity suite: one a task, recipe and seed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOWER_IS_BETTER = {"loss"}
+FLOAT8 = "float8, fake"
+EIGHT_BITS = ("exact", "hot, memory", "8-bit forward", FLOAT8)
+"""Recipes of the table of 8-bit forwards."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run's result."""
+
+    task: str
+    recipe: str
+    seed: int
+    metric: str
+    score: float
+    held_bytes: int
+    raw: dict[str, Any]
+
+
+class Cells:
+    """All results, by task and recipe and seed."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._cells: dict[str, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
+        fields = ("task", "recipe", "seed", "metric", "score", "held_bytes")
+        for raw in rows:
+            cell = Cell(*(raw[name] for name in fields), raw)
+            self._cells[cell.task][cell.recipe][cell.seed] = cell
+
+    @classmethod
+    def load(cls, out: Path) -> Cells:
+        """Every cell below the folder."""
+        paths = sorted((out / "cells").glob("*/*.json"))
+        return cls(json.loads(path.read_text()) for path in paths)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks that have results."""
+        return list(self._cells)
+
+    def get(self, task: str, recipe: str) -> list[Cell]:
+        """By seed."""
+        return [cell for _, cell in sorted(self._cells[task][recipe].items())]
+
+    def relative(self, task: str, recipe: str) -> list[float]:
+        """Per seed: how much better than exact, relative to it (negative: worse)."""
+        exact = {cell.seed: cell.score for cell in self.get(task, "exact")}
+        found = []
+        for cell in self.get(task, recipe):
+            if exact.get(cell.seed):  # eight steps may have learned nothing
+                gain = cell.score / exact[cell.seed] - 1
+                found.append(-gain if cell.metric in LOWER_IS_BETTER else gain)
+        return found
+
+    def all(self) -> list[Cell]:
+        """Every cell."""
+        return [c for t in self._cells.values() for r in t.values() for c in r.values()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What a report's JSON keeps of each."""
+        left_out = ("losses", "reasons", "strategies")
+        return [{k: v for k, v in c.raw.items() if k not in left_out} for c in self.all()]
+
+
+def mean_spread(values: list[float], scale: float = 1.0, digits: int = 2) -> str:
+    """Mean ± standard deviation."""
+    if not values:
+        return ""
+    mean = statistics.fmean(values) * scale
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    spread = statistics.stdev(values) * scale
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+
+
+def score_of(cells: list[Cell]) -> str:
+    """Of one task and recipe, over the seeds: a loss, or an accuracy in percent."""
+    lower = bool(cells) and cells[0].metric in LOWER_IS_BETTER
+    return mean_spread([c.score for c in cells], 1 if lower else 100, 3 if lower else 2)

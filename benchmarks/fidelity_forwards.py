@@ -1,0 +1,42 @@
+"""Tables of the 8-bit forwards: how models train with them, and which layers have one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from fidelity_cells import EIGHT_BITS, LOWER_IS_BETTER, Cells, mean_spread, score_of
+
+if TYPE_CHECKING:
+    from tables import Document, Lines
+
+
+def eight_bits(documents: list[Document]) -> Lines:
+    """``fidelity.py``: a task's scores, and their difference to exact in percent of it, by seed."""
+    cells, others = _cells(documents), EIGHT_BITS[1:]
+    lines: Lines = [("task", *EIGHT_BITS, *(f"{name}: better than exact by, %" for name in others))]
+    for task in cells.tasks:
+        lower = any(c.metric in LOWER_IS_BETTER for c in cells.get(task, "exact"))
+        scores = (score_of(cells.get(task, recipe)) for recipe in EIGHT_BITS)
+        better = (mean_spread(cells.relative(task, recipe), 100) for recipe in others)
+        lines.append((f"{task}, {'loss' if lower else '%'}", *scores, *better))
+    return lines
+
+
+def forwards(documents: list[Document]) -> Lines:
+    """``fidelity.py``: of how many layers the forward is on INT8, and why not of the others."""
+    cells = _cells(documents)
+    lines: Lines = [("task", "layers on INT8", "exact", "why")]
+    for task in cells.tasks:
+        found = [c.raw.get("forwards", {}) for c in cells.get(task, "8-bit forward")]
+        for plan in (each for n, each in enumerate(found) if each not in found[:n]):
+            ways = Counter({way: len(layers) for way, layers in plan.items()})
+            left = {way.removeprefix("exact: "): n for way, n in ways.items() if ": " in way}
+            why = "; ".join(f"{n} × {reason}" for reason, n in left.items())
+            exact = sum(left.values())
+            lines.append((task, str(ways.total() - exact), str(exact), why))
+    return lines
+
+
+def _cells(documents: list[Document]) -> Cells:
+    return Cells(row for document in documents for row in document["rows"])
