@@ -8,8 +8,6 @@ add up in fewer bits. A model is evaluated as it trains, in float8, as torchao's
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,29 +63,23 @@ def round_to(t: Tensor, dtype: torch.dtype) -> Tensor:
     return ((t * scale).clamp(-most, most).to(dtype).float() * scale.reciprocal()).to(t.dtype)
 
 
-class _RoundForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        return round_to(t, torch.float8_e4m3fn)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
-class _RoundBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return round_to(g, torch.float8_e5m2)
-
-
+# Operators, not autograd.Functions: Dynamo of torch 2.11 loses the gradient of what these round.
+@torch.library.custom_op("hot_benchmarks::rounded", mutates_args=())
 def _rounded(t: Tensor) -> Tensor:
-    return _RoundForward.apply(t)
+    return round_to(t, torch.float8_e4m3fn)
 
 
+@torch.library.custom_op("hot_benchmarks::rounded_backward", mutates_args=())
 def _rounded_backward(t: Tensor) -> Tensor:
-    return _RoundBackward.apply(t)
+    return t.clone()
+
+
+@torch.library.custom_op("hot_benchmarks::rounded_gradient", mutates_args=())
+def _rounded_gradient(g: Tensor) -> Tensor:
+    return round_to(g, torch.float8_e5m2)
+
+
+for _operator in (_rounded, _rounded_backward, _rounded_gradient):
+    _operator.register_fake(torch.empty_like)
+_rounded.register_autograd(lambda _, g: g)
+_rounded_backward.register_autograd(lambda _, g: _rounded_gradient(g))

@@ -3,7 +3,8 @@
 What a graph may add is what is asked for less what stands when it is compiled; a prediction says
 what to recompute and store to that end (``passes/storage/within.py``). On a GPU the allocator then
 tells how high two later steps really rise. What is off by more than 5 % has its graphs compiled
-again, each with its share of the difference, at most twice (docs/adr/0023).
+again, each with its share of the difference, at most twice, or a third time if they are too high
+(docs/adr/0023).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .sizes import memory_text
 log = logging.getLogger("hot_compile")
 
 _TOLERANCE = 0.05
-_CORRECTIONS = 2
+_CORRECTIONS = {"up": 2, "down": 3}
+"""A step that holds less than it might is worth fewer compilations than one that may not fit."""
 _WARM_UP = 2
 """Steps that are not measured: the first compiles, and ends with the optimizer's states made."""
 _STEEPEST = 4.0
@@ -125,7 +127,7 @@ class Share:
     def room(self, down: bool, alone: bool) -> int:
         """Bytes in proportion to which it can hold less, or more; 0 if it cannot."""
         met = self.met
-        if met is None or self.corrections >= _CORRECTIONS:
+        if met is None or self.corrections >= _CORRECTIONS["down" if down else "up"]:
             return 0
         can = met.least is None if down else met.recomputed + met.stored + met.hosted > 0
         return self.size(alone) if can else 0
