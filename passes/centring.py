@@ -107,16 +107,18 @@ def centred(graph: fx.Graph, inputs: GraphInputs) -> Common:
     unbounded: set[fx.Node] = set()
     even: set[fx.Node] = set()
     taking: set[fx.Node] = set()
+    means: set[fx.Node] = set()
     for node in forward:
         features[node] = _features(node, features)
-        if _takes(node, features):
-            taking.add(node)
         if _is_data(node) or (not bounds(node) and unbounded & set(node.all_input_nodes)):
             unbounded.add(node)
-        if node in taking or _is_even(node, features, even):
+        if _takes(node, features):
+            taking.add(node)
+            if _takes_mean(node):
+                means.add(node)
+        if node in means or _is_even(node, features, even):
             even.add(node)
     found = _only_taken(forward, features, taking) & unbounded
-    means = {node for node in taking if _takes_mean(node)}
     bounded = _only_taken(forward, features, means) - even - unbounded
     return Common(frozenset(found), frozenset(bounded))
 
