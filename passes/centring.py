@@ -7,6 +7,10 @@ meets what rows have in common, which may be many times as large; so does what q
 the g_x of any layer on the way. Hence all layers between such a place and data that no norm bounds
 stay exact, and what is stored of tensors between them is fine around their mean, or exact.
 
+A layer norm bounds a row, not what rows have in common: a class token behind it may be five times
+as alike from image to image as it is different, and a batch norm in a projection head takes that
+away. Usually it is less, and layers stay on integers; but nothing is stored in fewer than 8 bits.
+
 Such places are statistics over rows that a norm takes away or scales by (batch norm, instance norm,
 ``y - y.mean(0)``), deviations, a difference of a tensor's own rows, a softmax over rows, and
 attention, whose softmax goes over the rows of k.
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,42 +70,66 @@ _SAME = VIEWS | CASTS
 _MULTIPLES = _SAME | {aten.div.Tensor, aten.mul.Tensor, aten.squeeze.dims, operator.getitem}
 _ATTENTION, _KEY = "_scaled_dot_product", 1
 
+_EXTREMES = {aten.amax.default, aten.amin.default}
+
 Features = frozenset[int]
 """Dimensions of a tensor along which a layer's outputs lie; the others are rows."""
 
 
-def centred(graph: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
-    """What data that no norm bounds is made into on its way to where rows' common part is taken.
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """Nodes of a forward on their way to where what their rows have in common is taken away.
+
+    What else is made of such a node does not count it as common: from a tensor that goes another
+    way, too, gradients come that add up to more than errors.
+    """
+
+    unbounded: frozenset[fx.Node] = frozenset()
+    """Made of data that no norm bounds."""
+    bounded: frozenset[fx.Node] = frozenset()
+    """Behind a norm of rows; nothing has taken away what these have in common so far."""
+
+
+def centred(graph: fx.Graph, inputs: GraphInputs) -> Common:
+    """What data is made into on its way to where rows' common part is taken.
 
     Args:
         graph: a joint graph.
         inputs: which of its placeholders are parameters; nothing is found where that is unknown.
-
-    Returns:
-        Nodes of its forward. What else is made of such a node does not count it as common: from a
-        tensor that goes another way, too, gradients come that add up to more than errors.
     """
     if not inputs.parameters:
-        return set()
+        return Common()
     names = named_inputs(graph, inputs.parameters)
     backward = closure(node for node in graph.nodes if is_tangent(node))
     data = closure(node for node in placeholders(graph) if node not in names) - backward
     forward = [node for node in graph.nodes if node in data]
     features: dict[fx.Node, Features] = {}
     unbounded: set[fx.Node] = set()
+    even: set[fx.Node] = set()
+    taking: set[fx.Node] = set()
+    means: set[fx.Node] = set()
     for node in forward:
         features[node] = _features(node, features)
         if _is_data(node) or (not bounds(node) and unbounded & set(node.all_input_nodes)):
             unbounded.add(node)
-    return _only_taken(forward, features) & unbounded
+        if _takes(node, features):
+            taking.add(node)
+            if _takes_mean(node):
+                means.add(node)
+        if node in means or _is_even(node, features, even):
+            even.add(node)
+    found = _only_taken(forward, features, taking) & unbounded
+    bounded = _only_taken(forward, features, means) - even - unbounded
+    return Common(frozenset(found), frozenset(bounded))
 
 
-def _only_taken(forward: Sequence[fx.Node], features: dict[fx.Node, Features]) -> set[fx.Node]:
-    """Nodes from which every way, or every way from some of its outputs, is to such a place.
+def _only_taken(
+    forward: Sequence[fx.Node], features: dict[fx.Node, Features], taking: Set[fx.Node]
+) -> set[fx.Node]:
+    """Nodes from which every way, or every way from some of its outputs, is to one of ``taking``.
 
     ``forward``: in order; what only gradients are made of is no way.
     """
-    taking = {node for node in forward if _takes(node, features)}
     reaching: set[fx.Node] = set()
     passing: set[fx.Node] = set()
     for node in reversed(forward):
@@ -151,6 +179,19 @@ def _is_data(node: fx.Node) -> bool:
     return whole and given.meta["val"].dtype is not torch.bool  # type: ignore[union-attr]
 
 
+def _is_even(node: fx.Node, data: Collection[fx.Node], even: Set[fx.Node]) -> bool:
+    """What ``node`` has in common from row to row was taken away from all that it is made of.
+
+    Not where weights are among its rows: class tokens, registers, prompts.
+    """
+    if node.target in _DEVIATIONS:
+        return True
+    operands = node.all_input_nodes
+    given = [operand for operand in operands if operand in data]
+    tokens = node.target is aten.cat.default and len(given) < len(operands)
+    return bool(given) and all(operand in even for operand in given) and not tokens
+
+
 def _takes(node: fx.Node, features: dict[fx.Node, Features]) -> bool:
     """Rows of what ``node`` reads (of attention: the keys) may have anything in common."""
     if _ATTENTION in str(node.target):
@@ -168,6 +209,16 @@ def _takes(node: fx.Node, features: dict[fx.Node, Features]) -> bool:
     if strip(less, _SAME) is not own:  # type: ignore[arg-type]
         return False
     return any(_takes_rows(side, own, features) for side in operands)  # type: ignore[arg-type]
+
+
+def _takes_mean(taking: fx.Node) -> bool:
+    """What is left is what tells rows apart: not so of softmaxes, which take their rows' largest
+    away, and attention's are of every transformer.
+    """
+    if taking.target in _DEVIATIONS:
+        return True
+    less = taking.args[1] if taking.target is aten.sub.Tensor else None
+    return isinstance(less, fx.Node) and strip(less, _MULTIPLES).target not in _EXTREMES
 
 
 def _summed_rows(reduction: fx.Node, features: dict[fx.Node, Features]) -> fx.Node | None:

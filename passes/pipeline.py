@@ -123,8 +123,9 @@ def _match(joint: Joint) -> int:
     sites = match(joint.graph, joint.context.inputs)
     kept = differenced(joint.graph, sites)
     common = centred(joint.graph, joint.context.inputs)
-    joint.cancelled = Cancelled(*(frozenset(n.name for n in nodes) for nodes in (kept, common)))
-    joint.sites = mark(refuse(sites, kept), common)
+    cancelling = (kept, common.unbounded, common.bounded)
+    joint.cancelled = Cancelled(*(frozenset(n.name for n in nodes) for nodes in cancelling))
+    joint.sites = mark(refuse(sites, kept), common.unbounded)
     return len(joint.sites) + len(joint.heads)
 
 

@@ -36,15 +36,14 @@ for _schema in (
 
 
 def decoded(code: Any, scale: Any, do: Any, number: Number, levels: int, root: bool) -> Any:
-    """``code`` (whole, fp32) times ``scale``; if ``root``, (code / levels) ** 4 with its sign.
+    """``code`` (whole, fp32) over ``levels``, if ``root`` its fourth power with its sign, times
+    ``scale``, which so comes back as it was: 1 - t² of a saturated tanh is 0.
 
     Codes beyond ``levels`` say infinity, -levels - 2 says NaN.
     """
-    value = code
+    value = share = do.mul(code, number(1.0 / levels))
     if root:
-        share = do.mul(code, number(1.0 / levels))
-        signed = do.mul(share, do.abs(share))
-        value = do.mul(signed, do.mul(share, share))
+        value = do.mul(do.mul(share, do.abs(share)), do.mul(share, share))
     value = do.mul(value, scale)
     nan = do.le(code, number(-levels - 2.0))
     special = do.where(nan, number(math.nan), do.mul(code, number(math.inf)))

@@ -58,6 +58,8 @@ class Cancelled:
     """What finite differences are made of."""
     centred: frozenset[str] = frozenset()
     """What rows have in common there is taken away, and no norm bounds it (``centring``)."""
+    bounded: frozenset[str] = frozenset()
+    """The same, behind a norm."""
 
 
 NOTHING_CANCELLED = Cancelled()
@@ -171,7 +173,8 @@ class Judge:
             norm=reading.rows,
             masks=tuple(mask for mask in masks if mask),
         )
-        return _tried(_fitting(found), reading, saved.name in self._cancelled.centred)
+        found = _tried(_fitting(found), reading, saved.name in self._cancelled.centred)
+        return _fine(found) if saved.name in self._cancelled.bounded else found
 
     def unfit(self, saved: fx.Node) -> str:
         """Why ``saved`` is stored as it is, whoever reads it."""
@@ -299,6 +302,14 @@ def _around_means(saved: fx.Node, schemes: tuple[Scheme, ...]) -> tuple[Scheme, 
     columns = Scheme.CHANNELS8 in schemes and saved.meta["val"].dim() < IMAGE_DIMS
     fine = (s for s in schemes if s.spec.unit.centred and not columns)
     return (Scheme.EXACT, *fine)
+
+
+def _fine(crosser: Crosser) -> Crosser:
+    """``crosser`` in 8 bits or more; in fewer if that was measured."""
+    bits = {s: s.spec.bits for s in crosser.schemes if s not in (Scheme.EXACT, Scheme.BITS)}
+    coarse = tuple(s for s, n in bits.items() if n < Scheme.GROUPS8.spec.bits)
+    schemes = tuple(s for s in crosser.schemes if s not in coarse)
+    return dataclasses.replace(crosser, schemes=schemes, by_measure=(*coarse, *crosser.by_measure))
 
 
 def _on_trial(reading: Reading) -> tuple[Scheme, ...]:

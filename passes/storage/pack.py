@@ -105,7 +105,8 @@ def totals(
     codes, scale = _codes_12(emit, x, layout)
     numbers = (emit.cast(code, torch.float32) for code in codes)
     sums = (emit(aten.sum.dim_IntList, number, [-2], True) for number in numbers)
-    total = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), scale)
+    shares = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), 1 / _STEPS12)
+    total = emit(aten.mul.Tensor, shares, scale)
     shape = [emit.size(x, outer) for outer in layout.order[:-1]]
     groups = emit(aten.view.default, total, [*shape, length // layout.cut[1]])
     return emit(aten.sum.dim_IntList, emit.permute(groups, layout.inverse), [dim], True)
@@ -202,7 +203,7 @@ def _number(emit: Emitter, code: fx.Node) -> fx.Node:
 def _decode(
     emit: Emitter, code: fx.Node, scale: fx.Node, levels: int, root: bool = True
 ) -> fx.Node:
-    """Fourth powers of ``code`` over ``levels``, with its sign, times ``scale``; fp32."""
+    """What ``pointwise.decoded`` says; fp32."""
     pointwise.lowered()
     scale = emit.cast(scale, torch.float32)
     return emit(torch.ops.hot.restored.default, _number(emit, code), scale, levels, root)
@@ -273,9 +274,8 @@ def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
 def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node], fx.Node]:
     """(codes of each piece, int32; scales of the groups)."""
     pieces = _pieces(emit, x, layout, Scheme.GROUPS12)
-    width = emit(aten.mul.Tensor, _absmax(emit, pieces), 1 / _STEPS12)
-    scale = _as_float(emit, _scale_word(emit, width))
-    reciprocal = _reciprocal(emit, scale)
+    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
+    reciprocal = _reciprocal(emit, emit(aten.mul.Tensor, scale, 1 / _STEPS12))
     codes = []
     for piece in pieces:
         share = emit(aten.mul.Tensor, piece, reciprocal)

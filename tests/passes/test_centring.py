@@ -57,7 +57,7 @@ def compared(model, x, function=None, **kwargs):
     function(x).backward()
     exact = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    _, reports = hot_step(function, x, options=OPTIONS, **kwargs)
+    _, reports = hot_step(function, x, **{"options": OPTIONS, **kwargs})
     assert reports
     weights = {n: g for n, g in exact.items() if g.dim() > 1}
     found = {n: cosine(model.get_parameter(n).grad, g) for n, g in weights.items()}
@@ -221,6 +221,49 @@ def test_attention_on_data_and_behind_a_norm(fused):
     assert kept(decisions) == {"qkv" if fused else "k"}
     model = Attention(nn.LayerNorm(WIDTH), fused)
     assert not kept(compared(model, deviations(3.0), model)[1])
+
+
+class Tokens(nn.Module):
+    """A block on tokens and a class token, a head that ``norm`` begins."""
+
+    def __init__(self, first, norm, token):
+        super().__init__()
+        self.first = first
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH) / 3) if token else None
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Sequential(nn.Linear(WIDTH, 64), norm, nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        x = 0.1 * self.first(x.flatten(0, 1)).view(x.shape)
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        x = x + x[:, 1:].mean(1, keepdim=True)
+        x = x + self.fc2(F.gelu(self.fc1(self.norm1(x))))
+        return self.head(self.norm2(x)[:, 0])
+
+
+BEHIND = {
+    "a class token": (nn.Identity(), nn.BatchNorm1d(64), True, "rows8"),
+    "a class token behind a batch norm": (nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(64), True, "rows8"),
+    "data": (nn.Identity(), nn.BatchNorm1d(64), False, "rows8"),
+    "a batch norm": (nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(64), False, "groups6"),
+    "nothing takes it": (nn.Identity(), nn.LayerNorm(64), True, "groups6"),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_samples_have_in_common_behind_a_layer_norm(name):
+    """Six bits of a GELU's input were a cosine of 0.93."""
+    torch.manual_seed(1)
+    *parts, scheme = BEHIND[name]
+    options = {**OPTIONS, "recipe": "exact", "memory": "all"}
+    found, decisions, crossing = compared(
+        Tokens(*parts), torch.randn(64, 8, WIDTH), options=options
+    )
+    assert not kept(decisions)
+    assert {c.scheme for c in crossing if c.module == "fc1"} == {scheme}
+    assert min(found.values()) > 0.99, found
 
 
 def test_an_override_is_followed():

@@ -66,6 +66,20 @@ def test_activations_are_stored_rounded_at_any_scale(activation, spread):
         assert cosine(p.grad, want) > 0.995
 
 
+@pytest.mark.parametrize("activation", [torch.tanh, torch.sigmoid])
+def test_what_is_saturated_everywhere_has_no_gradient(activation):
+    """Of a 1 that was restored as 0.99994 a layer in front had more of a gradient than all others,
+    whose inputs were not as large."""
+    torch.manual_seed(0)
+    layers, loss = followed_by_a_layer(activation)
+    with torch.no_grad():
+        layers[0].bias += 3000
+    x = 100 * torch.randn(256, 64)
+    hidden = [c for c in crossing(loss, x, exclude="*") if c.shape == ("256", "256")]
+    assert {c.scheme for c in hidden} == {"groups12"}
+    assert not layers[0].weight.grad.any()
+
+
 @pytest.mark.parametrize("offset", [-4.0, -2.0, 2.0, 4.0])
 @pytest.mark.parametrize("activation", [torch.tanh, torch.erf, F.elu, F.gelu, F.silu, F.softplus])
 def test_saturated_channels_keep_their_small_gradients(activation, offset):
