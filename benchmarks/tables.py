@@ -180,7 +180,8 @@ def _layer(row: Raw) -> str:
 def convs(documents: list[Document]) -> Lines:
     """``convs.py``; the last column is what the cost model predicts."""
     runs = [(document["arguments"]["title"], document["rows"]) for document in documents]
-    plan = ["plan's int4"]
+    forward = documents[0]["arguments"].get("side") == "forward"
+    plan = ["plan's int8" if forward else "plan's int4"]
     for _, rows in runs:
         plan += ["", *(times(row["predicted"]) for row in rows), ""]
     made = speedups((title, [(_conv(row), row) for row in rows]) for title, rows in runs)

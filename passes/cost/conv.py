@@ -192,9 +192,13 @@ def _forward(conv: Convolution, folds: bool) -> ConvCost:
 def forward_times(
     rates: Rates, dtype: str, conv: Convolution, folds: bool
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """(exact's, ours): predicted seconds of a convolution's forward, by ``_forward``."""
-    exact = ConvCost(Cost(flops=2 * L * O * I, calls=1))
-    return _seconds(exact, rates, dtype), _seconds(_forward(conv, folds), rates, dtype)
+    """(exact's, ours): predicted seconds of a convolution's forward, by ``_forward``.
+
+    A 1 x 1 convolution has so little to multiply that what exact reads and writes shows, too.
+    """
+    exact = _seconds(ConvCost(Cost(flops=2 * L * O * I, calls=1)), rates, dtype)
+    exact += (X + S) * E / rates.copy
+    return exact, _seconds(_forward(conv, folds), rates, dtype)
 
 
 def conv_gain(times: tuple[sympy.Expr, sympy.Expr], shape: ConvShape) -> float:

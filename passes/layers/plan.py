@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -221,10 +221,12 @@ def plan(
     own = dict(config.rates)
     prices = {d: r if isinstance(r, str) else r.override(own) for d, r in prices.items()}
     decisions = [_decide(site, config, prices, layers.get(site.name)) for site in sites]
-    pairs = zip(sites, decisions, strict=True)
     forwards = _forwards(sites, config, prices, layers) if config.forward == "int8" else ()
-    taken = {s.nodes.forward for s, d in pairs if s.nodes and d.strategy is not Strategy.EXACT}
-    taken |= {s.nodes.forward for s, f in zip(sites, forwards) if s.nodes and f.int8}  # noqa: B905
+    chosen = [s for s, f in zip(sites, forwards) if f.int8]  # noqa: B905  (or no forwards at all)
+    taken = {s.nodes.forward: "its forward is rewritten" for s in chosen if s.nodes}
+    pairs = zip(sites, decisions, strict=True)
+    chosen = [s for s, d in pairs if d.strategy is not Strategy.EXACT]
+    taken |= {s.nodes.forward: "its backward is rewritten" for s in chosen if s.nodes}
     forms = (_decide_form(candidate, config, taken) for candidate in found)
     return Plan(config.recipe, tuple(decisions), tuple(forms), forwards=forwards)
 
@@ -242,13 +244,15 @@ def _forwards(
     return tuple(decisions)
 
 
-def _decide_form(candidate: Candidate, config: HotConfig, rewritten: Set[fx.Node]) -> FormDecision:
-    """Whether an exact operator gets its faster form. ``rewritten``: what is not exact now."""
+def _decide_form(
+    candidate: Candidate, config: HotConfig, rewritten: Mapping[fx.Node, str]
+) -> FormDecision:
+    """Whether an exact operator gets its faster form. ``rewritten``: what is not exact, and why."""
     problem = _not_asked_for(candidate.layer, config)
     if not config.exact_forms:
         problem = "exact_forms=False"
     elif candidate.node in rewritten:
-        problem = "its forward or its backward is rewritten"
+        problem = rewritten[candidate.node]
     problem = problem or candidate.form.pays(candidate.reads, candidate.tf32)
     reason = problem or "as exact, and faster on this device"
     return FormDecision(candidate.layer, candidate.form.name, not problem, reason)

@@ -359,6 +359,15 @@ def test_first_depthwise_and_last_ones_stay_exact(scored):
     assert "forward: 1 of 4 products on INT8" in text
 
 
+def test_one_on_int8_gets_no_exact_form(monkeypatch):
+    monkeypatch.setattr("hot_compile.passes.exact.patches.wants_grad_input", lambda _: False)
+    patches = nn.Sequential(nn.GroupNorm(4, 8), nn.Conv2d(8, 16, 2, 2), nn.SiLU())
+    options = {**EXACT_BACKWARD, "exact_forms": True}
+    *_, reports = step(patches, images(2, 8, 8, 8), options=options)
+    (form,) = reports[0].plan.exact_forms
+    assert (form.taken, form.reason) == (False, "its forward is rewritten")
+
+
 def test_one_that_cannot_be_built_stays_exact(monkeypatch):
     from hot_compile.passes.forward import rewrite as rewriting
 
