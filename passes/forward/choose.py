@@ -12,7 +12,7 @@ from torch import fx
 from hot_compile.config import HotConfig
 from hot_compile.passes.cost.conv import shape_of
 from hot_compile.passes.cost.linear import Rates, Shape
-from hot_compile.passes.forward.convolution import ConvPrice
+from hot_compile.passes.forward.convolution import ConvPrice, unfolding
 from hot_compile.passes.forward.product import Form, Price
 from hot_compile.passes.graph import CASTS, VIEWS, is_pointwise, strip
 from hot_compile.passes.layers.plan_conv import NO_CONVOLUTIONS
@@ -22,6 +22,8 @@ from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
 
 _AS_GOOD = 1.25
 """Rotation buys nothing where the error without it is at most this many times as large."""
+_MOST_UNFOLDED = 4
+"""Times x that an unfolded x may be: it is there for a moment, beside all that is held."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,8 @@ def _not_ours(site: Site) -> str | None:
         return "first layer: it reads the graph's input"
     if hint(site.rows) == 0:
         return "empty batch"
-    return None
+    times = unfolding(site.conv) if site.conv else 0.0
+    return f"its unfolded x would be {times:.1f} times x" if times > _MOST_UNFOLDED else None
 
 
 def _is_read_as_it_is(site: Site) -> str | None:

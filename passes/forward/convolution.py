@@ -8,6 +8,7 @@ where they belong, as g_x is (docs/adr/0006). Else x is unfolded, and y is one p
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,13 @@ def folds(conv: Convolution) -> bool:
     if conv.is_product:
         return False
     return conv.transposed or (set(conv.stride) == {1} and min(_border(conv)) >= 0)
+
+
+def unfolding(conv: Convolution) -> float:
+    """How many times as large as x what a product of rows reads is; 0 where x is not unfolded."""
+    if folds(conv) or conv.is_product:
+        return 0.0
+    return conv.offsets * math.prod(conv.small_size) / max(1, math.prod(conv.big_size))
 
 
 def int8_convolution(

@@ -153,6 +153,7 @@ def choose(one, device_rates=VNNI, profile=None, **options):
         ({}, {"exclude": "layer1.*"}, "in exclude"),
         ({}, {"override": {"*": "exact"}}, "chosen by override"),
         ({"batch": 0}, {}, "empty batch"),
+        ({"kernel": 7, "stride": 2}, {"min_gain": 0}, "its unfolded x would be 12.2 times x"),
         ({"size": 4, "channels": (8, 8)}, {}, "not worth it"),
         ({}, {"rates": {"integer": 1e9}}, "no batch would change that"),
     ],
