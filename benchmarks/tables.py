@@ -133,7 +133,8 @@ def training(documents: list[Document]) -> Lines:
     made: Lines = [(*head, "GiB peak", "smaller")]
     for document in documents:
         told, first = document["arguments"], document["rows"][0]
-        title = f"{told['model']}, batch {told['batch']}, {told['dtype']}"
+        last = ", channels last" if told.get("channels_last") else ""
+        title = f"{told['model']}, batch {told['batch']}, {told['dtype']}{last}"
         for row in document["rows"]:
             cells = [title if row is first else "", row["config"], f"{row['step_ms']:.1f}"]
             cells.append("" if row is first else times(first["step_ms"] / row["step_ms"]))
