@@ -1,12 +1,13 @@
 """Backward time of single convolutions on a CPU: exact (oneDNN) against every strategy.
 
     python benchmarks/convs.py --shapes resnet50 --batch 8 --json convs.json
+    python benchmarks/convs.py --forward   # y on INT8, as option forward="int8" computes it
 
 A strategy's time is everything that HOT adds to, or puts in place of, both exact gradients: storing
 x in the forward, quantising grad_output and the weight, both integer products, laying them out.
 Tensors are channels last. Methods run interleaved within one process on fresh random inputs; the
-figure is the median. ``plan`` is the cost model's prediction for ``int4``; below 1.05 a layer stays
-exact.
+figure is the median. ``plan`` is the cost model's prediction for ``int4`` (of a forward for
+``int8``); below 1.05 a layer stays exact.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from hot_compile.config import Strategy
 from hot_compile.passes.cost.conv import conv_gain, conv_times, shape_of
 from hot_compile.passes.cost.devices import pricing
+from hot_compile.passes.forward.convolution import ConvPrice, int8_convolution
 from hot_compile.passes.site import Convolution
 from hot_compile.runtime.native import build
 from hot_compile.runtime.reference.conv import tile_rows
@@ -179,6 +181,20 @@ METHODS: dict[str, Callable[[Operands], None]] = {
 }
 
 
+def exact_forward(t: Operands) -> None:
+    """y as PyTorch computes it."""
+    c = t.conv
+    torch.conv2d(t.x, t.weight, None, [*c.stride], [*c.padding])
+
+
+def int8_forward(t: Operands) -> None:
+    """y of both operands quantised."""
+    int8_convolution(t.x, t.weight, None, torch.empty_like, t.conv, t.grad_output)
+
+
+FORWARDS: dict[str, Callable[[Operands], None]] = {"exact": exact_forward, "int8": int8_forward}
+
+
 @dataclass
 class Timing(Rounds):
     """One convolution's figures."""
@@ -187,8 +203,8 @@ class Timing(Rounds):
     predicted: float
 
 
-def predicted_gain(t: Operands) -> float:
-    """What the plan expects of ``int4`` on this device."""
+def predicted_gain(t: Operands, forward: bool) -> float:
+    """What the plan expects of ``int4``, or of an 8-bit forward, on this device."""
     rates = pricing(t.x.device)
     if isinstance(rates, str) or not rates.convolution:
         return 1.0
@@ -196,18 +212,20 @@ def predicted_gain(t: Operands) -> float:
     rows = t.grad_output.numel() // outputs
     shape = shape_of(t.conv, rows, outputs, t.x.shape[1] * kk, t.x.element_size(), 8)
     dtype = str(t.x.dtype).removeprefix("torch.")
+    if forward:
+        return ConvPrice(rates, dtype, shape, t.conv).gain()
     return conv_gain(conv_times(Strategy.INT4, True, True, rates, dtype, t.conv), shape)
 
 
 def measure(
-    layer: Conv, batch: int, dtype: torch.dtype, device: torch.device, rounds: int
+    layer: Conv, batch: int, dtype: torch.dtype, device: torch.device, rounds: int, forward: bool
 ) -> Timing:
     """Times all methods, interleaved; the first of ``rounds + 1`` rounds warms up."""
     timing = None
     for number in range(rounds + 1):
         tensors = operands(layer, batch, dtype, device)
-        timing = timing or Timing(layer, predicted_gain(tensors))
-        for name, method in METHODS.items():
+        timing = timing or Timing(layer, predicted_gain(tensors, forward))
+        for name, method in (FORWARDS if forward else METHODS).items():
             spent = milliseconds(partial(method, tensors), device, 10 if number else 1)
             if number > 0:
                 timing.add(name, spent)
@@ -220,6 +238,7 @@ def main(
     batch: Annotated[int, typer.Option(help="samples")] = 8,
     shapes: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "paper",
     rounds: Annotated[int, typer.Option(help="timed rounds after one of warm-up")] = 5,
+    forward: Annotated[bool, typer.Option("--forward", help="y, not the gradients")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
 ) -> list[Timing]:
     """Measure, print a table, and write JSON on request."""
@@ -229,10 +248,12 @@ def main(
     torch.manual_seed(0)
     target = torch.device("cpu")
     timings = [
-        measure(layer, batch, getattr(torch, dtype), target, rounds) for layer in SHAPES[shapes]
+        measure(layer, batch, getattr(torch, dtype), target, rounds, forward)
+        for layer in SHAPES[shapes]
     ]
-    title = f"convolution backward, cpu ({torch.get_num_threads()} threads), {dtype}, batch {batch}"
-    arguments = {"title": title, "batch": batch, "dtype": dtype, "shapes": shapes}
+    threads, side = torch.get_num_threads(), "forward" if forward else "backward"
+    title = f"convolution {side}, cpu ({threads} threads), {dtype}, batch {batch}"
+    arguments = {"title": title, "batch": batch, "dtype": dtype, "shapes": shapes, "side": side}
     said = document(target, arguments, timings)
     publish(tables.convs, said, f"{title}, torch {torch.__version__}", json_file)
     return timings

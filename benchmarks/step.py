@@ -18,7 +18,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -150,6 +150,13 @@ class Trainer:
         self.row.loss = loss.item()
 
 
+def _channels_last(workload: Workload) -> Workload:
+    model = workload.model.to(memory_format=torch.channels_last)
+    last = {"memory_format": torch.channels_last}
+    inputs = (t.contiguous(**last) if t.dim() == 4 else t for t in workload.inputs)
+    return replace(workload, model=model, inputs=tuple(inputs))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for what was sent to the device."""
     if device.type == "cuda":
@@ -186,6 +193,7 @@ def measure(
 Width = Annotated[int | None, typer.Option(help="features, instead of the model's own")]
 Depth = Annotated[int | None, typer.Option(help="blocks, instead of the model's own")]
 Image = Annotated[int | None, typer.Option(help="image size, instead of the model's own")]
+Last = Annotated[bool, typer.Option("--channels-last", help="weights and images so in memory")]
 Tokens = Annotated[int | None, typer.Option(help="tokens per sample of a language model")]
 Configs = Annotated[
     str,
@@ -204,6 +212,7 @@ def main(
     width: Width = None,
     image: Image = None,
     tokens: Tokens = None,
+    channels_last: Last = False,
     rounds: Annotated[int, typer.Option(help="timed rounds after warm-up")] = 9,
     json_file: Json = None,
 ) -> list[Row]:
@@ -213,9 +222,11 @@ def main(
     where = torch.device(device)
     torch.manual_seed(0)
     size = Size(batch, depth, width, image, tokens)
-    rows = measure(build(model, size), configs.split(","), where, dtype, rounds)
+    workload = build(model, size)
+    workload = _channels_last(workload) if channels_last else workload
+    rows = measure(workload, configs.split(","), where, dtype, rounds)
     title = f"{model}, batch {batch}, {dtype}, {environment(where)['device']}"
-    arguments = {"model": model, "dtype": dtype, **asdict(size)}
+    arguments = {"model": model, "dtype": dtype, "channels_last": channels_last, **asdict(size)}
     publish(training, document(where, arguments, rows), title, json_file)
     return rows
 

@@ -137,7 +137,8 @@ def training(documents: list[Document]) -> Lines:
     made: Lines = [(*head, "GiB peak", "smaller")]
     for document in documents:
         told, first = document["arguments"], document["rows"][0]
-        title = f"{told['model']}, batch {told['batch']}, {told['dtype']}"
+        last = ", channels last" if told.get("channels_last") else ""
+        title = f"{told['model']}, batch {told['batch']}, {told['dtype']}{last}"
         for row in document["rows"]:
             cells = [title if row is first else "", row["config"], f"{row['step_ms']:.1f}"]
             cells.append("" if row is first else times(first["step_ms"] / row["step_ms"]))
@@ -184,7 +185,8 @@ def _layer(row: Raw) -> str:
 def convs(documents: list[Document]) -> Lines:
     """``convs.py``; the last column is what the cost model predicts."""
     runs = [(document["arguments"]["title"], document["rows"]) for document in documents]
-    plan = ["plan's int4"]
+    forward = documents[0]["arguments"].get("side") == "forward"
+    plan = ["plan's int8" if forward else "plan's int4"]
     for _, rows in runs:
         plan += ["", *(times(row["predicted"]) for row in rows), ""]
     made = speedups((title, [(_conv(row), row) for row in rows]) for title, rows in runs)

@@ -138,6 +138,8 @@ def test_convs(program, tmp_path, monkeypatch):
     timings = convs.main(shapes="small", batch=2, rounds=1, json_file=file)
     assert all(t.median(name) > 0 for t in timings for name in convs.METHODS)
     assert json.loads(file.read_text())["arguments"]["batch"] == 2
+    timings = convs.main(shapes="small", batch=2, rounds=1, forward=True)
+    assert all(t.median(name) > 0 for t in timings for name in convs.FORWARDS)
 
 
 def test_quality(program, tmp_path, capsys):

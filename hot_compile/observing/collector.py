@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from hot_compile.errors import CalibrationError
-from hot_compile.passes.measure.conv import Pairs, conv_granule_errors, conv_measures, conv_stats
+from hot_compile.passes.measure.conv import (
+    Pairs,
+    conv_forward_measures,
+    conv_granule_errors,
+    conv_measures,
+    conv_stats,
+)
 from hot_compile.passes.measure.linear import (
     forward_measures,
     grad_input_measures,
@@ -81,7 +87,9 @@ class Collector(Observer):
         assert x is not None
         gx, gw = conv_measures(layer.site, g, weight, x, self._rank)
         stats = conv_stats(g, weight, x, self._rank)
-        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats, {})
+        # on a GPU no convolution is ours, and the operators' definitions take memory
+        y = {} if x.is_cuda else conv_forward_measures(layer.site, weight, x)
+        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats, y)
 
     def gradient(self, name: str, figures: Tensor) -> None:
         """Keep (error, cosine) of one parameter's gradient as the step has it."""

@@ -1,4 +1,4 @@
-"""What a convolution's backward costs, beside ``cost``: the kernel's overlap decides what is moved.
+"""What a convolution's backward costs, and its 8-bit forward: the kernel's overlap decides.
 
 L counts small positions, O the channels on the small side, I those on the big side times kernel
 offsets (``Site``'s terms). X, S: elements of the big and the small tensor. W: how many times longer
@@ -169,6 +169,36 @@ def conv_times(
     exact = ConvCost(Cost(flops=2 * L * O * I * products, calls=products))
     ours = _total(strategy, gx, gw, conv, im2col)
     return _seconds(exact, rates, dtype), _seconds(ours, rates, dtype)
+
+
+def _forward(conv: Convolution, folds: bool) -> ConvCost:
+    """y of quantised rows: added up where the kernel lay (``folds``), or of unfolded x."""
+    weight = Cost(bytes=O * I * (E + 1) + 2 * E * O * I * int(conv.offsets > 1), calls=1)
+    copies = Cost(bytes=_layout(conv, gx=False))
+    if not folds:
+        unfolding = ZERO if conv.is_product else X * E + L * I * E
+        read = saved_elements(conv) if conv.is_product else L * I
+        rows = Cost(bytes=unfolding + read * (E + 1), calls=1)
+        product = Cost(int_ops=2 * L * O * I, results=S + X - saved_elements(conv), calls=1)
+        return ConvCost(rows + weight + copies + product)
+    x = saved_elements(conv)
+    products = L * O if conv.transposed else X * O * conv.offsets**2 / I  # of x's positions
+    rows = Cost(bytes=x * (E + 1) + (S + X - x) * E, calls=1)
+    contracted = I if conv.transposed else I / conv.offsets
+    product = Cost(int_ops=2 * products * contracted, calls=1)
+    return ConvCost(rows + weight + copies + product, folded=products)
+
+
+def forward_times(
+    rates: Rates, dtype: str, conv: Convolution, folds: bool
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """(exact's, ours): predicted seconds of a convolution's forward, by ``_forward``.
+
+    A 1 x 1 convolution has so little to multiply that what exact reads and writes shows, too.
+    """
+    exact = _seconds(ConvCost(Cost(flops=2 * L * O * I, calls=1)), rates, dtype)
+    exact += (X + S) * E / rates.copy
+    return exact, _seconds(_forward(conv, folds), rates, dtype)
 
 
 def conv_gain(times: tuple[sympy.Expr, sympy.Expr], shape: ConvShape) -> float:

@@ -10,15 +10,20 @@ import dataclasses
 from torch import fx
 
 from hot_compile.config import HotConfig
+from hot_compile.passes.cost.conv import shape_of
 from hot_compile.passes.cost.linear import Rates, Shape
+from hot_compile.passes.forward.convolution import ConvPrice, unfolding
 from hot_compile.passes.forward.product import Form, Price
 from hot_compile.passes.graph import CASTS, VIEWS, is_pointwise, strip
+from hot_compile.passes.layers.plan_conv import NO_CONVOLUTIONS
 from hot_compile.passes.measure.profile import PLAIN, ROTATED, LayerProfile
 from hot_compile.passes.site import Site, SiteNodes, hint
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
 
 _AS_GOOD = 1.25
 """Rotation buys nothing where the error without it is at most this many times as large."""
+_MOST_UNFOLDED = 4
+"""Times x that an unfolded x may be: it is there for a moment, beside all that is held."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +61,22 @@ def choose_forward(
         layer: what calibration measured of it, if it did.
     """
     problem = _not_ours(site) or (rates if isinstance(rates, str) else left_alone)
-    if site.scores and config.keep_head:
-        problem = problem or "a softmax reads it: a head or a router"
+    if site.conv is not None and isinstance(rates, Rates) and not rates.convolution:
+        problem = problem or NO_CONVOLUTIONS
+    if config.keep_head:
+        problem = problem or _is_read_as_it_is(site)
     problem = problem or _over_budget(config, layer)
     if problem:
         return ForwardDecision(site.name, False, problem)
     assert isinstance(rates, Rates)
-    price = _price(site, rates, rotated=True)
+    price: Price | ConvPrice = _conv_price(site, rates) if site.conv else _price(site, rates, True)
     if _needs_no_rotation(site, layer):
-        price = max(price, _price(site, rates, rotated=False), key=Price.gain)
+        price = max(price, _price(site, rates, False), key=lambda p: p.gain())
     gain = round(price.gain(), 3)
     if gain < config.min_gain:
-        reason = f"not worth it: predicted {gain:.2f}x exact; {_would_pay(price, config.min_gain)}"
+        reason = f"not worth it: predicted {gain:.2f}x exact; {price.would_pay(config.min_gain)}"
         return ForwardDecision(site.name, False, reason, gain)
-    rotated = price.form.rotated
+    rotated = price.rotated
     exact, ours = price.times()
     return ForwardDecision(site.name, True, _measured(layer, rotated), gain, rotated, exact - ours)
 
@@ -78,13 +85,18 @@ def _not_ours(site: Site) -> str | None:
     """Why no INT8 product can take the place of the layer's forward, whatever it costs."""
     if site.refusal:
         return site.refusal
-    if not isinstance(site.nodes, SiteNodes):
-        return "convolution: its forward stays exact"
     if site.first:
         return "first layer: it reads the graph's input"
     if hint(site.rows) == 0:
         return "empty batch"
-    return None
+    times = unfolding(site.conv) if site.conv else 0.0
+    return f"its unfolded x would be {times:.1f} times x" if times > _MOST_UNFOLDED else None
+
+
+def _is_read_as_it_is(site: Site) -> str | None:
+    if site.scores:
+        return "a softmax reads it: a head or a router"
+    return "head: its output is the model's" if site.head else None
 
 
 def _over_budget(config: HotConfig, layer: LayerProfile | None) -> str | None:
@@ -96,7 +108,7 @@ def _over_budget(config: HotConfig, layer: LayerProfile | None) -> str | None:
 
 def _needs_no_rotation(site: Site, layer: LayerProfile | None) -> bool:
     """It was measured to buy nothing. On trust every layer is rotated: outliers are common."""
-    if layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
+    if site.conv or layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
         return False
     if not isinstance(site.inputs, int) or site.inputs % CONTRACT_ALIGN:
         return False  # what the product's operands are padded to
@@ -112,13 +124,6 @@ def _fuses(x: fx.Node, rates: Rates) -> bool:
     return rates.asynchronous and is_pointwise(strip(x, VIEWS | CASTS))
 
 
-def _would_pay(price: Price, least: float) -> str:
-    rows = price.rows_that_pay(least)
-    if rows is None:
-        return "no number of rows would change that"
-    return f"it would pay from {rows} rows on"
-
-
 def _measured(layer: LayerProfile | None, rotated: bool) -> str:
     measured = layer.forward.get(ROTATED if rotated else PLAIN) if layer else None
     return "" if measured is None else f"LQS: output error {measured.error:.2g}"
@@ -131,3 +136,10 @@ def _price(site: Site, rates: Rates, rotated: bool) -> Price:
     assert isinstance(nodes, SiteNodes)
     fused = not rotated and _fuses(nodes.x, rates)
     return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused))
+
+
+def _conv_price(site: Site, rates: Rates) -> ConvPrice:
+    assert site.conv is not None
+    rows, outputs, inputs = map(hint, (site.rows, site.outputs, site.inputs))
+    shape = shape_of(site.conv, rows, outputs, inputs, site.dtype.itemsize, rank=0)
+    return ConvPrice(rates, str(site.dtype).removeprefix("torch."), shape, site.conv)

@@ -137,6 +137,14 @@ class Price:
         exact, ours = (at(seconds(cost, self.rates, self.dtype), shape) for cost in costs)
         return exact, ours
 
-    def rows_that_pay(self, least: float) -> int | None:
-        """From how many rows on it is ``least`` times faster; None: from none."""
-        return first_that_pays(lambda n: self.gain(n) >= least, self.shape.rows, MOST_ROWS)
+    @property
+    def rotated(self) -> bool:
+        """Both operands are transformed."""
+        return self.form.rotated
+
+    def would_pay(self, least: float) -> str:
+        """From how many rows on it is ``least`` times faster, for people."""
+        rows = first_that_pays(lambda n: self.gain(n) >= least, self.shape.rows, MOST_ROWS)
+        if rows is None:
+            return "no number of rows would change that"
+        return f"it would pay from {rows} rows on"

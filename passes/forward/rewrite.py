@@ -16,9 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.emit import Emitter, node_of
 from hot_compile.passes.forward.choose import ForwardDecision
+from hot_compile.passes.forward.convolution import int8_convolution
 from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.graph import aten
-from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.passes.site import ConvNodes, Convolution, Site, SiteNodes
 
 _CHECKPOINTED = ("recompute", "ac_graph_id")
 _RECOMPUTES = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
@@ -43,11 +44,10 @@ def rewrite_forwards(
 def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDecision:
     if not decision.int8:
         return decision
-    assert isinstance(site.nodes, SiteNodes)
+    assert site.nodes is not None
     old = site.nodes.forward
     try:
-        form = Form(decision.rotated, site.nodes.weight_is_io)
-        new = _product(_Forward(graph, old, old), site.nodes, form)
+        new = _replacement(_Forward(graph, old, old), site, decision)
         if new.meta["val"].shape != old.meta["val"].shape:
             raise ValueError(f"{new.meta['val'].shape} in the place of {old.meta['val'].shape}")
     except Exception as error:  # what was built so far is used by nobody
@@ -59,6 +59,14 @@ def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDec
     return decision
 
 
+def _replacement(emit: Emitter, site: Site, decision: ForwardDecision) -> fx.Node:
+    if isinstance(site.nodes, SiteNodes):
+        return _product(emit, site.nodes, Form(decision.rotated, site.nodes.weight_is_io))
+    assert isinstance(site.nodes, ConvNodes)
+    assert site.conv is not None
+    return _convolution(emit, site.nodes, site.conv)
+
+
 def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
     """What takes the place of the forward's mm or addmm."""
     old = nodes.forward
@@ -67,13 +75,30 @@ def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
     in_epilogue = addend is not None and addend.meta["val"].dim() == 1
     ones = bias = None
     if in_epilogue:
-        rows = emit.size(nodes.x, 0)
-        device = old.meta["val"].device
-        ones = emit.traced(emit(aten.full.default, [rows], 1.0, dtype=torch.float32, device=device))
+        ones = emit.traced(_ones(emit, nodes.x))
         bias = emit.traced(emit.cast(addend, torch.float32))
     x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
     new = node_of(int8_product(x, weight, ones, bias, form, dtype))
     return new if addend is None or in_epilogue else emit(aten.add.Tensor, new, addend)
+
+
+def _convolution(emit: Emitter, nodes: ConvNodes, conv: Convolution) -> fx.Node:
+    """What takes the place of the forward's convolution."""
+    old = nodes.forward
+    addend: Any = old.args[2]
+    bias = None if addend is None else emit.traced(addend)
+    x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
+
+    def ones(rows: torch.Tensor) -> torch.Tensor:
+        return emit.traced(_ones(emit, node_of(rows)))
+
+    return node_of(int8_convolution(x, weight, bias, ones, conv, old.meta["val"]))
+
+
+def _ones(emit: Emitter, rows: fx.Node) -> fx.Node:
+    """One for each row: what the bias is multiplied with in the epilogue."""
+    device = rows.meta["val"].device
+    return emit(aten.full.default, [emit.size(rows, 0)], 1.0, dtype=torch.float32, device=device)
 
 
 class _Forward(Emitter):

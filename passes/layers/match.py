@@ -191,7 +191,10 @@ class _Context:
                 site = dataclasses.replace(site, refusal=why, nodes=None)
             first = self._is_input(backward.args[1])  # type: ignore[arg-type]
             name = module_path(forward) or self._weight_name(weight) or backward.name
-            found.append((forward, dataclasses.replace(site, name=name, first=first)))
+            scores = reaches(forward, _REORDERED, _normalises)
+            head = scores or _is_head(forward)
+            site = dataclasses.replace(site, name=name, first=first, scores=scores, head=head)
+            found.append((forward, site))
         return found
 
     def leftovers(self) -> list[Site]:

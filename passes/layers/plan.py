@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,7 +27,12 @@ from hot_compile.passes.cost.linear import (
 from hot_compile.passes.exact.forms import Candidate, FormDecision
 from hot_compile.passes.forward.choose import ForwardDecision, choose_forward
 from hot_compile.passes.head.plan import HeadDecision
-from hot_compile.passes.layers.plan_conv import conv_excluded, conv_numbers, conv_would_pay
+from hot_compile.passes.layers.plan_conv import (
+    NO_CONVOLUTIONS,
+    conv_excluded,
+    conv_numbers,
+    conv_would_pay,
+)
 from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
 from hot_compile.passes.measure import lqs
 from hot_compile.passes.measure.profile import LayerProfile, Profile
@@ -37,7 +42,6 @@ from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 PLAN_VERSION = 4
 _MIN_SAMPLES = 16
 _LOW_RANK = 64
-NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +221,13 @@ def plan(
     own = dict(config.rates)
     prices = {d: r if isinstance(r, str) else r.override(own) for d, r in prices.items()}
     decisions = [_decide(site, config, prices, layers.get(site.name)) for site in sites]
-    pairs = zip(sites, decisions, strict=True)
-    taken = {s.nodes.forward for s, d in pairs if s.nodes and d.strategy is not Strategy.EXACT}
-    forms = (_decide_form(candidate, config, taken) for candidate in found)
     forwards = _forwards(sites, config, prices, layers) if config.forward == "int8" else ()
+    chosen = [s for s, f in zip(sites, forwards) if f.int8]  # noqa: B905  (or no forwards at all)
+    taken = {s.nodes.forward: "its forward is rewritten" for s in chosen if s.nodes}
+    pairs = zip(sites, decisions, strict=True)
+    chosen = [s for s, d in pairs if d.strategy is not Strategy.EXACT]
+    taken |= {s.nodes.forward: "its backward is rewritten" for s in chosen if s.nodes}
+    forms = (_decide_form(candidate, config, taken) for candidate in found)
     return Plan(config.recipe, tuple(decisions), tuple(forms), forwards=forwards)
 
 
@@ -237,13 +244,15 @@ def _forwards(
     return tuple(decisions)
 
 
-def _decide_form(candidate: Candidate, config: HotConfig, rewritten: Set[fx.Node]) -> FormDecision:
-    """Whether an exact operator gets its faster form. ``rewritten``: products not exact now."""
+def _decide_form(
+    candidate: Candidate, config: HotConfig, rewritten: Mapping[fx.Node, str]
+) -> FormDecision:
+    """Whether an exact operator gets its faster form. ``rewritten``: what is not exact, and why."""
     problem = _not_asked_for(candidate.layer, config)
     if not config.exact_forms:
         problem = "exact_forms=False"
     elif candidate.node in rewritten:
-        problem = "its backward is rewritten"
+        problem = rewritten[candidate.node]
     problem = problem or candidate.form.pays(candidate.reads, candidate.tf32)
     reason = problem or "as exact, and faster on this device"
     return FormDecision(candidate.layer, candidate.form.name, not problem, reason)
@@ -309,7 +318,7 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
         return problem
     if "lora_" in site.name:
         return "low-rank factor: quantising it collapses accuracy (paper, table 3)"
-    if site.head and config.keep_head:
+    if site.head and site.conv is None and config.keep_head:
         return "classifier head: left alone, as in the paper"
     if excluded := conv_excluded(site) if site.conv is not None else None:
         return excluded

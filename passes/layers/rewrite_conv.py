@@ -16,6 +16,7 @@ from hot_compile.config import Strategy
 from hot_compile.passes.emit import channels_first
 from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.layers.plan import Decision
+from hot_compile.passes.layers.positions import channels_last, rows_of, unfolded
 from hot_compile.passes.layers.strategies import Kept
 from hot_compile.passes.site import ConvNodes, Site
 from hot_compile.runtime.reference.conv import tile_counts, tile_shape
@@ -61,7 +62,7 @@ class ConvStrategy:
         if not self.integer_gw:
             return (x,)
         if self.stored_int4:
-            return tuple(hot.compress_int4.default(self._rows(x)))
+            return tuple(hot.compress_int4.default(rows_of(x)))
         return self._columns(x, self.conv.transposed, False)[:2]
 
     def gradients(
@@ -83,16 +84,6 @@ class ConvStrategy:
 
     # shapes of tensors
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """[B, C, *size] -> [positions, C]."""
-        channels = tensor.shape[1]
-        last = self._channels_last(tensor)
-        return aten.reshape.default(last, [-1, channels])
-
-    def _channels_last(self, tensor: Tensor) -> Tensor:
-        dims = len(tensor.shape)
-        return aten.permute.default(tensor, [0, *range(2, dims), 1])
-
     def _tiled(self, rows: Tensor) -> Tensor:
         """Rows of small positions in order of Hadamard tiles: ``reference.conv.tile_rows``."""
         size = self.conv.small_size
@@ -111,21 +102,6 @@ class ConvStrategy:
         x = aten.permute.default(x, [0, *order, 1 + 2 * dims])
         return aten.reshape.default(x, [-1, channels])
 
-    def _unfolded(self, big: Tensor) -> Tensor:
-        """[B, C, *size] -> im2col rows [L, kk * C]."""
-        conv, dims = self.conv, len(self.conv.kernel)
-        pad = [p for padding in reversed(conv.padding) for p in (padding, padding)]
-        x = aten.constant_pad_nd.default(big, pad, 0.0) if any(pad) else big
-        for i in range(dims):
-            span = (conv.kernel[i] - 1) * conv.dilation[i] + 1
-            x = aten.unfold.default(x, 2 + i, span, conv.stride[i])
-        for i in range(dims):
-            if conv.dilation[i] > 1:
-                end, step = 2**63 - 1, conv.dilation[i]
-                x = aten.slice.Tensor(x, 2 + dims + i, 0, end, step)
-        x = aten.permute.default(x, [0, *range(2, 2 + 2 * dims), 1])
-        return aten.reshape.default(x, [-1, conv.offsets * conv.big_channels])
-
     def _geometry(self, g_y: Tensor) -> tuple[Any, ...]:
         conv = self.conv
         batch: Any = conv.batch
@@ -140,9 +116,9 @@ class ConvStrategy:
         """(q, scale, total) of one operand of g_w."""
         d, conv = self.d, self.conv
         if self.im2col and not is_small:
-            rows, rank = self._unfolded(tensor), d.rank
+            rows, rank = unfolded(tensor, self.conv), d.rank
         else:
-            rows = self._rows(tensor)
+            rows = rows_of(tensor)
             rank = d.rank if is_small or conv.is_product else 0
             if rank and d.tiles:
                 rows = self._tiled(rows)
@@ -155,12 +131,12 @@ class ConvStrategy:
         per_row = d.per_channel or d.per_token
         shares = self.conv.is_product or not self.conv.transposed
         if self.integer_gx and self.integer_gw and shares and not (d.rank and d.tiles):
-            args: tuple[Any, ...] = (self._rows(g), d.gx_bits, per_row, d.rank, 1, d.per_channel)
+            args: tuple[Any, ...] = (rows_of(g), d.gx_bits, per_row, d.rank, 1, d.per_channel)
             both = hot.quantize_grad.default(*args)
             return both[:2], both[2:]
         row: Kept = ()
         if self.integer_gx:
-            row = hot.quantize_rows.default(self._rows(g), d.gx_bits, per_row, True)
+            row = hot.quantize_rows.default(rows_of(g), d.gx_bits, per_row, True)
         return row, self._columns(g, not self.conv.transposed, True) if self.integer_gw else ()
 
     def _weight(self, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +145,7 @@ class ConvStrategy:
         if self.conv.transposed:  # a product: [C_in, C_out]
             rows = aten.reshape.default(w, [shape[0], shape[1]])
             return hot.quantize_rows.default(rows, d.gx_bits, d.per_channel, False)
-        columns = aten.reshape.default(self._channels_last(w), [shape[0], -1])
+        columns = aten.reshape.default(channels_last(w), [shape[0], -1])
         args = (columns, 16, 1, d.gx_bits, d.per_channel, False)
         q, scale, _ = hot.quantize_columns.default(*args)
         return q, scale

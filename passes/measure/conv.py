@@ -1,8 +1,8 @@
 """How far each strategy's gradients of one convolution are from exact, by the nodes that would run.
 
-What is measured is the very function that ``rewrite`` builds a graph's nodes with, its x kept as
-small as the strategy may keep it. Results are 0-d fp32 tensors on the layer's device: nothing here
-waits for it.
+So is y of an 8-bit forward. What is measured is the very function that ``rewrite`` builds a graph's
+nodes with, its x kept as small as the strategy may keep it. Results are 0-d fp32 tensors on the
+layer's device: nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import HotConfig, Rows, Strategy
-from hot_compile.passes.graph import aten
+from hot_compile.passes.forward.convolution import int8_convolution
+from hot_compile.passes.graph import CHANNEL_DIM, aten
 from hot_compile.passes.layers.plan import Decision, forced
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
-from hot_compile.passes.measure.linear import compare, granule_errors, tensor_stats
-from hot_compile.passes.measure.profile import config_variant, gx_variant
+from hot_compile.passes.measure.linear import (
+    VARIES,
+    compare,
+    granule_errors,
+    relative,
+    tensor_stats,
+)
+from hot_compile.passes.measure.profile import ROTATED, config_variant, gx_variant
 from hot_compile.passes.site import ConvNodes, Site
 
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -88,6 +95,22 @@ def conv_measures(
             if got is not None and want_gw is not None:
                 gw[config_variant(strategy, config)] = compare(got, want_gw)
     return gx, gw
+
+
+def conv_forward_measures(site: Site, weight: Tensor, x: Tensor) -> Pairs:
+    """``measure.forward_measures``: of y as far as it varies over positions."""
+    assert isinstance(site.nodes, ConvNodes)
+    assert site.conv is not None
+    settings = site.nodes.backward.args[4:10]
+    want = aten.convolution.default(x.float(), weight.float(), None, *settings)
+    # never called: the bias, which alone needs them, is the same for all positions
+    got = int8_convolution(x, weight, None, torch.empty_like, site.conv, want)
+    channels = [n for n in range(want.dim()) if n != CHANNEL_DIM]
+    common = want.mean(channels, keepdim=True)
+    fixed = common.norm() * (want.numel() / common.numel()) ** 0.5
+    common = torch.where((want - common).norm() > VARIES * fixed, common, 0.0)
+    error, norm = torch.dist(got, want), (want - common).norm()
+    return {ROTATED: relative(error / norm, (got - common).norm() / norm)}
 
 
 def _weight_only(site: Site) -> Site:

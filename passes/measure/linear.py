@@ -19,7 +19,7 @@ from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN, HADAMARD_ORDER
 
 _BLOCK, _BLOCKS = 2**18, 16
 """Rows are gone through in blocks of so many values, or in so many blocks if these are larger."""
-_VARIES = 1e-3
+VARIES = 1e-3
 """Rows that differ by less of their norm are taken as one and the same."""
 
 
@@ -54,7 +54,7 @@ def quantised_grad_weight(
 def compare(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     """(relative error, cosine) of ``got`` against ``want``, both fp32."""
     norm = want.norm()
-    return _figures(torch.dist(got, want) / norm, got.norm() / norm)
+    return relative(torch.dist(got, want) / norm, got.norm() / norm)
 
 
 def compare_product(got: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,10 +71,10 @@ def _compare_blocks(got: Tensor, a: Tensor, b: Tensor, common: Tensor) -> tuple[
         wants.append(want.sub_(common).norm())
         gots.append((ours - common).norm())
     error, norm, length = (torch.stack(norms).norm() for norms in (errors, wants, gots))
-    return _figures(error / norm, length / norm)
+    return relative(error / norm, length / norm)
 
 
-def _figures(error: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+def relative(error: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """(relative error, cosine) out of the error and the length, both relative to exact's."""
     return error, (1 + length**2 - error**2) / (2 * length)
 
@@ -139,7 +139,7 @@ def forward_measures(x: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tenso
     common = torch.stack([rows.float().sum(0) for rows in _blocks(x)]).sum(0) / len(x) @ transposed
     varies = [(rows.float() @ transposed).sub_(common).norm() for rows in _blocks(x)]
     fixed = common.norm() * len(x) ** 0.5
-    common = torch.where(torch.stack(varies).norm() > _VARIES * fixed, common, 0.0)
+    common = torch.where(torch.stack(varies).norm() > VARIES * fixed, common, 0.0)
     found = {}
     aligned = x.shape[1] % CONTRACT_ALIGN == 0  # else operands of the product want padding
     for variant in (ROTATED, PLAIN) if aligned else (ROTATED,):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.graph import IMAGE_DIMS, VIEWS, aten
+from hot_compile.passes.graph import IMAGE_DIMS, VIEWS, aten, is_ours, strip
 
 log = logging.getLogger("hot_compile")
 
@@ -29,10 +29,19 @@ def mark_channels_last(forward: fx.GraphModule) -> None:
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return
     for node in forward.graph.nodes if changes else ():
-        convolved = node.target is aten.convolution.default
+        convolved = node.target is aten.convolution.default or _of_our_rows(node)
         made = node.target not in VIEWS and any(_MARK in n.meta for n in node.all_input_nodes)
         if (convolved or made) and _is_image(node):
             node.meta[_MARK] = True
+
+
+def _of_our_rows(node: fx.Node) -> bool:
+    """A copy of an 8-bit convolution's result, which lies channels last: Inductor leaves it so."""
+    if node.target is not aten.clone.default:
+        return False
+    made = strip(node.args[0], VIEWS)  # type: ignore[arg-type]
+    biased = made.target is aten.add.Tensor
+    return is_ours(made) or (biased and any(map(is_ours, made.all_input_nodes)))
 
 
 def _is_image(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from samples_forward import ALWAYS, EXACT_BACKWARD, PRODUCT, QUANTISE, calls, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,11 +16,7 @@ from hot_compile.inspect import Explanation, run_uncompiled
 from hot_compile.page import page_data
 from hot_compile.passes.forward import rewrite as rewriting
 from hot_compile.passes.forward.product import Form, int8_product
-from hot_compile.testing import hot_step, sqnr
-
-ALWAYS = {"forward": "int8", "min_gain": 0, "keep_head": False, "memory_min_bytes": 0}
-EXACT_BACKWARD = {**ALWAYS, "recipe": "exact", "memory": "off"}
-QUANTISE, PRODUCT = "hot.quantize_rows.default", "hot.scaled_int_mm.default"
+from hot_compile.testing import sqnr
 
 
 class Block(nn.Module):
@@ -33,26 +30,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
-
-
-def step(model, *inputs, autocast=None, **keywords):
-    """(output, gradients, reports) of one training step."""
-    found = []
-
-    def loss(*inputs):
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            found[:] = [model(*inputs)]
-        return found[0].float().square().mean()
-
-    model.zero_grad()
-    torch.manual_seed(0)
-    _, reports = hot_step(loss, *inputs, **keywords)
-    return found[0].detach(), [p.grad.clone() for p in model.parameters()], reports
-
-
-def calls(reports, target, stage="forward"):
-    """How many nodes of the stage's graphs call an operator."""
-    return sum(node.target == target for r in reports for node in r.stages[stage].nodes)
 
 
 def test_gradients_pass_straight_through():

@@ -43,7 +43,7 @@ def step():
     return net, image, gradients
 
 
-def marked(monkeypatch, net, image):
+def marked(monkeypatch, net, image, **options):
     """The nodes that are taken for channels last."""
     found = []
 
@@ -52,7 +52,7 @@ def marked(monkeypatch, net, image):
         found.extend(n for n in forward.graph.nodes if layouts._MARK in n.meta)
 
     monkeypatch.setattr("hot_compile.passes.pipeline.mark_channels_last", spy)
-    _, (graph,) = hot_step(net, image, options=OPTIONS)
+    _, (graph,) = hot_step(net, image, options={**OPTIONS, **options})
     return found, graph
 
 
@@ -68,6 +68,18 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
     values = BATCH * CHANNELS * SIZE**2
     assert by_name["convolution"].scheme == "channels8_mask"
     assert by_name["convolution"].bytes == values + CHANNELS * 8  # scales and means
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_so_are_copies_of_an_8_bit_forwards_images(monkeypatch, step, bias):
+    """Its result lies channels last, and the copy that the strides want is left so."""
+    net, image, _ = step
+    if bias:
+        net.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+    found, graph = marked(monkeypatch, net, image, forward="int8", min_gain=0)
+    assert [forward.int8 for forward in graph.plan.forwards] == [False, True]
+    copies = [n for n in found if n.target is aten.clone.default and n.meta["val"].dim() == 4]
+    assert len(copies) == 1
 
 
 def test_strides_are_kept_where_inductor_keeps_them(monkeypatch, step):
