@@ -98,7 +98,8 @@ class Rise:
         """Where copies back from the host begin: where what is wanted before them is."""
         wanted = {c.saved: min(c.restored.users) for c in hosted if c.restored.users}
         readers = sorted(set(wanted.values()))
-        begins, begin = {}, self._turn
+        begins: dict[fx.Node, int] = {}
+        begin = self._turn
         for group in wanted_at_once(readers, self._kernels):
             begins |= dict.fromkeys(group, begin)
             begin = self._turn + self._back.place[group[0]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ class _Edit:
         return emit.parts(emit(hot.arrive.default, coming, list(kept), device, []))
 
     def _take_turns(self) -> None:
-        """Copies to the host by turns; what is wanted at once is fetched before what is so before.
+        """Copies to the host by turns; what is wanted at once is fetched a turn ahead.
 
         The first is when the backward begins. They depend on nothing but its inputs, so Inductor
         would have all of them at its beginning: each is told what it comes behind.
@@ -174,7 +173,7 @@ class _Edit:
         for first in reversed(coming[0] if coming else ()):
             placeholders(self._backward)[-1].append(first)
         gradients = closure(n for n in placeholders(self._backward) if is_tangent(n))
-        for group, following in zip_longest(at_once, coming[1:], fillvalue=[]):
+        for group, following in zip(at_once, [*coming[1:], []], strict=False):
             behind = _made_before(group[0], gradients)
             for fetch in following:
                 group[0].prepend(fetch)
