@@ -290,6 +290,22 @@ def test_peaks_are_corrected_by_what_was_measured(factor, extra, calls):
     assert all(share.settled for share in device.shares)
 
 
+@pytest.mark.parametrize(("sign", "count"), [(1, 4), (-1, 3)])
+def test_what_is_too_high_is_corrected_once_more(sign, count):
+    """After two corrections that were both misled."""
+
+    class Misled(Plans):
+        def peak(self):
+            self.extra = ([-600, 300, 250] if sign > 0 else [600, -300, -250])[
+                len(self.compiled[:3]) - 1
+            ]
+            return super().peak()
+
+    device = Misled(2000, range(50, 5001, 10)).run(30)
+    assert len(device.compiled) == count
+    assert (abs(device.peak() - device.asked) <= 100) is (sign > 0)
+
+
 def test_only_some_steps_are_measured():
     """Each time it restarts, the device forgets the user's own maximum."""
     device = Plans(2000, range(50, 2501, 10), factor=1.3).run(4)
