@@ -45,7 +45,7 @@ class Block(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
-def blocks(count=6, width=64):
+def blocks(count=4, width=64):
     torch.manual_seed(0)
     return nn.Sequential(*(Block(width) for _ in range(count)))
 
@@ -113,7 +113,7 @@ def explored(make, x, **options):
     def all_of(crossers, config, rise, _allowed, *rest):
         highest = rise({})
         host.append(rest[-1])
-        for allowed in range(highest, -1, -max(1, highest // 64)):
+        for allowed in range(highest, -1, -max(1, highest // 32)):
             found.append((allowed, plan(crossers, config, rise, allowed, *rest)))
         return found[-1][1]
 
