@@ -36,7 +36,7 @@ from hot_compile.passes.graph import (
     aten,
     closure,
     is_pointwise,
-    is_tangent,
+    made_of_tangents,
     named_inputs,
     placeholders,
     rank_of,
@@ -100,7 +100,7 @@ def centred(graph: fx.Graph, inputs: GraphInputs) -> Common:
     if not inputs.parameters:
         return Common()
     names = named_inputs(graph, inputs.parameters)
-    backward = closure(node for node in graph.nodes if is_tangent(node))
+    backward = made_of_tangents(graph)
     data = closure(node for node in placeholders(graph) if node not in names) - backward
     forward = [node for node in graph.nodes if node in data]
     features: dict[fx.Node, Features] = {}

@@ -22,10 +22,9 @@ from hot_compile.passes.graph import (
     SPLITS,
     VIEWS,
     aten,
-    closure,
     is_ours,
-    is_tangent,
     made_of,
+    made_of_tangents,
     strip,
 )
 from hot_compile.passes.site import Site
@@ -41,7 +40,7 @@ def differenced(graph: fx.Graph, sites: Iterable[Site]) -> set[fx.Node]:
         graph: the joint graph. sites: its layers; those without a gradient are none.
     """
     products = {site.nodes.forward: site.nodes.weight for site in sites if site.nodes}
-    backward = closure(node for node in graph.nodes if is_tangent(node))
+    backward = made_of_tangents(graph)
     forward = [node for node in graph.nodes if node not in backward]
     uses = _Uses(products)
     found: set[fx.Node] = set()

@@ -116,6 +116,11 @@ def closure(seeds: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set
     return walk(seeds, lambda node: node.users if within is None else node.users.keys() & within)
 
 
+def made_of_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The gradients that come in, and everything that depends on them: the backward."""
+    return closure(node for node in graph.nodes if is_tangent(node))
+
+
 def made_of(node: fx.Node) -> set[fx.Node]:
     """``node`` and everything that it is computed from."""
     return walk([node], lambda made: made.all_input_nodes)

@@ -42,6 +42,12 @@ def _inward(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _wait_for_lanes(stream: torch.cuda.Stream, device: torch.device) -> None:
+    """What comes in ``stream`` from now on finds all copies to the host done."""
+    for lane in range(LANES):
+        stream.wait_stream(_outward(device, lane))
+
+
 def _to_host(parts: list[Tensor], lane: int) -> list[Tensor]:
     """``parts`` in host memory; their own may be written over as soon as this returns.
 
@@ -85,8 +91,7 @@ class _Coming:
         self._step, side = torch.cuda.current_stream(device), _inward(device)
         tensors = [torch.empty_like(part, device=device) for part in parts]
         side.wait_stream(self._step)  # which used that memory before
-        for lane in range(LANES):
-            side.wait_stream(_outward(device, lane))
+        _wait_for_lanes(side, device)
         with torch.cuda.stream(side):
             for mine, part in zip(tensors, parts, strict=True):
                 mine.copy_(part, non_blocking=True)
@@ -140,8 +145,7 @@ def _arrive(
     if on_way is not None and (found := on_way.take()):
         return found
     if device.type == "cuda":
-        for lane in range(LANES):
-            torch.cuda.current_stream(device).wait_stream(_outward(device, lane))
+        _wait_for_lanes(torch.cuda.current_stream(device), device)
     return _copied(parts, device)
 
 

@@ -1,12 +1,25 @@
 """What tests of the 8-bit forward share: one step under ``hot``."""
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hot_compile.testing import hot_step
 
 ALWAYS = {"forward": "int8", "min_gain": 0, "keep_head": False, "memory_min_bytes": 0}
 EXACT_BACKWARD = {**ALWAYS, "recipe": "exact", "memory": "off"}
 QUANTISE, PRODUCT = "hot.quantize_rows.default", "hot.scaled_int_mm.default"
+
+
+class Checkpointed(nn.Module):
+    """``block``, computed again in the backward."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 def step(model, *inputs, autocast=None, **keywords):

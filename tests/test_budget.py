@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from samples_budget import Block, Broken
 from torch import nn
 
 from hot_compile import budget
@@ -23,26 +24,6 @@ from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
 MIB = 2**20
-
-
-class Block(nn.Module):
-    def __init__(self, width=64, dropout=0.0):
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down, self.dropout = nn.Linear(4 * width, width), nn.Dropout(dropout)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Broken(nn.Sequential):
-    """One graph a block."""
-
-    def forward(self, x):
-        for block in self:
-            x = block(x)
-            torch._dynamo.graph_break()
-        return x
 
 
 def blocks(kind=nn.Sequential, **keywords):

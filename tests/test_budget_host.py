@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from samples_budget import Block, Broken
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -35,19 +36,9 @@ BUS = {"rates": {"host_copy": 25e9}}
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 4096}
 
 
-class Block(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down, self.dropout = nn.Linear(4 * width, width), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 def blocks(count=4, width=64):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width) for _ in range(count)))
+    return nn.Sequential(*(Block(width, 0.1) for _ in range(count)))
 
 
 def images():
@@ -213,16 +204,6 @@ def test_inductors_code_gives_the_same_and_fetches_a_few_ahead():
     assert sum(i > last for i in place) < len(place) / 2
 
 
-class Broken(nn.Sequential):
-    """One graph a block."""
-
-    def forward(self, x):
-        for block in self:
-            x = block(x)
-            torch._dynamo.graph_break()
-        return x
-
-
 def hooked(run, x):
     with torch.autograd.graph.save_on_cpu():
         return run(x)
@@ -304,7 +285,7 @@ class Attention(nn.Module):
 def test_what_is_wanted_at_once_is_fetched_at_once():
     """An attention's q, k and v: one ahead of another, two would be waited for."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (Attention(), Block())]
+    layers = [layer for _ in range(4) for layer in (Attention(), Block(dropout=0.1))]
     make = functools.partial(copy.deepcopy, nn.Sequential(*layers))
     report = train(make, SMALL[1], MIB, **BUS, recipe="exact").report
     nodes = report.stages["backward"].nodes

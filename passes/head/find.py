@@ -12,9 +12,8 @@ from torch import fx
 
 from hot_compile.passes.graph import (
     aten,
-    closure,
     is_pointwise,
-    is_tangent,
+    made_of_tangents,
     module_path,
     untranspose,
 )
@@ -102,7 +101,7 @@ class Refused:
 
 def find_heads(graph: fx.Graph, least: int = 0) -> list[Head | Refused]:
     """Every product whose results reach a log-softmax, in order; of ``least`` bytes or more."""
-    gradients = closure(node for node in graph.nodes if is_tangent(node))
+    gradients = made_of_tangents(graph)
     if not gradients:
         return []
     found: list[Head | Refused] = []

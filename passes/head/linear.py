@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent
+from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, made_of_tangents
 from hot_compile.passes.head.algebra import Expr
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head
@@ -33,7 +33,7 @@ class ScalarTangent:
 
     def __init__(self, head: Head) -> None:
         graph = head.product.graph
-        self._dependent = closure(n for n in graph.nodes if is_tangent(n))
+        self._dependent = made_of_tangents(graph)
         self._results = head.reading.results
         measured = (n for n, e in self._results.items() if _reads_statistics(e))
         self._after_loss = closure(measured)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_ours, is_tangent, module_path
+from hot_compile.passes.graph import CASTS, VIEWS, aten, is_ours, made_of_tangents, module_path
 from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
@@ -111,7 +111,7 @@ def fed_by(
     nodes = {node.name: node for node in graph.nodes}
     names = storage_names(forward)
     recomputed = {n.name for n in backward.nodes if n.op == "call_function"}
-    gradients = closure(node for node in graph.nodes if is_tangent(node))
+    gradients = made_of_tangents(graph)
     result = []
     for crosser in found:
         saved = nodes.get(crosser.name)

@@ -13,12 +13,12 @@ from itertools import groupby
 from torch import fx
 
 from hot_compile.passes.cost.storing import fuses
-from hot_compile.passes.graph import VIEWS, closure, is_tangent, placeholders
+from hot_compile.passes.graph import VIEWS, made_of_tangents
 
 
 def kernels_before(backward: fx.Graph) -> dict[fx.Node, int]:
     """How many kernels that are not Inductor's have worked on gradients before each node."""
-    gradients = closure(n for n in placeholders(backward) if is_tangent(n))
+    gradients = made_of_tangents(backward)
     count, found = 0, {}
     for node in backward.nodes:
         found[node] = count

@@ -22,9 +22,8 @@ from hot_compile.passes.graph import (
     CHANNEL_DIM,
     VIEWS,
     aten,
-    closure,
     is_ours,
-    is_tangent,
+    made_of_tangents,
     placeholders,
     returned,
     strip,
@@ -168,11 +167,13 @@ class _Edit:
         for place, sent in enumerate(_calls(self._forward, hot.to_host.default)):
             sent.update_arg(_LANE, place % LANES)
         arrivals = _calls(self._backward, hot.arrive.default)
+        if not arrivals:
+            return
         at_once = wanted_at_once(arrivals, kernels_before(self._backward))
         coming = [[arrival.all_input_nodes[0] for arrival in group] for group in at_once]
-        for first in reversed(coming[0] if coming else ()):
+        for first in reversed(coming[0]):
             placeholders(self._backward)[-1].append(first)
-        gradients = closure(n for n in placeholders(self._backward) if is_tangent(n))
+        gradients = made_of_tangents(self._backward)
         for group, following in zip(at_once, [*coming[1:], []], strict=False):
             behind = _made_before(group[0], gradients)
             for fetch in following:

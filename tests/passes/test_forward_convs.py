@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from samples_forward import ALWAYS, EXACT_BACKWARD, PRODUCT, QUANTISE, calls, step
+from samples_forward import ALWAYS, EXACT_BACKWARD, PRODUCT, QUANTISE, Checkpointed, calls, step
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from hot_compile import calibrate
 from hot_compile.backend import hot
@@ -312,15 +311,7 @@ def test_a_checkpointed_region_is_computed_again_as_it_was():
     model, x = Block(bias=True), images(4, 32, 8, 8).requires_grad_()
     options = {**EXACT_BACKWARD}
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = model
-
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=False)
-
-    y, gradients, reports = step(Checkpointed(), x, options=options)
+    y, gradients, reports = step(Checkpointed(model), x, options=options)
     plain = step(model, x, options=options)
     assert torch.equal(y, plain[0])
     assert calls(reports, ADDED_UP) == 1

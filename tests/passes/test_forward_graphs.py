@@ -5,10 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from samples_forward import ALWAYS, EXACT_BACKWARD, PRODUCT, QUANTISE, calls, step
+from samples_forward import ALWAYS, EXACT_BACKWARD, PRODUCT, QUANTISE, Checkpointed, calls, step
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
 from hot_compile.errors import OptionWarning
@@ -160,20 +159,12 @@ def test_a_checkpointed_region_is_computed_again_as_it_was(recipe):
     model, x = Block(), torch.randn(32, 8, 64, requires_grad=True)
     options = {**ALWAYS, "recipe": recipe, "memory": "off"}
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = model
-
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=False)
-
-    y, gradients, reports = step(Checkpointed(), x, options=options)
+    y, gradients, reports = step(Checkpointed(model), x, options=options)
     plain = step(model, x, options=options)
     assert torch.equal(y, plain[0])
     assert calls(reports, PRODUCT) == 2
     again = calls(reports, PRODUCT, "backward") - calls(plain[2], PRODUCT, "backward")
-    *_, exact = step(Checkpointed(), x, options={**options, "forward": "exact"})
+    *_, exact = step(Checkpointed(model), x, options={**options, "forward": "exact"})
     assert again == calls(exact, "aten.addmm.default", "backward") > 0
     assert reports[0].held_bytes < plain[2][0].held_bytes
     for mine, theirs in zip(gradients, plain[1], strict=True):
