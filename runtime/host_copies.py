@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hot_compile.errors import OptionError
 
-LANES = 4
+LANES = 2
 """Streams that copies to the host take in turns: so many may be under way while a step goes on."""
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")

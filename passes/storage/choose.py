@@ -25,8 +25,6 @@ _MEASURED_BITS = 4
 
 Measured = Mapping[Crosser, Mapping[str, StorageMeasure]]
 """What a profile knows of tensors: errors by scheme."""
-_ALIKE = 1.5
-"""Ways to the host whose prices per byte differ by less are much the same: the bus decides."""
 
 
 def plan_storage(
@@ -186,39 +184,19 @@ def _cheapest_away(
     config: HotConfig,
     host: StoragePrice | None,
 ) -> list[frozenset[Crosser]]:
-    """What may wait in host memory, by seconds per byte: views of one storage together.
-
-    Those that cost about the same come spread over the step, so that the bus has time for each.
-    """
+    """What may wait in host memory, by seconds per byte: views of one storage together."""
     storages: dict[fx.Node, list[Crosser]] = {}
     for crosser in found:
         storages.setdefault(base(crosser.saved), []).append(crosser)
     steps = []
-    for node in sorted(storages):
-        ways = [(c, chosen.get(c, Scheme.EXACT)) for c in storages[node]]
+    for place, together in enumerate(storages.values()):
+        ways = [(c, chosen.get(c, Scheme.EXACT)) for c in together]
         prices = [host(*way) if host and _may_leave(way[0], config) else None for way in ways]
         known = [seconds for seconds in prices if seconds is not None]
         if len(known) == len(ways):
             size = sum(held_bytes(*way)[1] for way in ways)
-            steps.append((sum(known) / max(1, size), frozenset(storages[node])))
-    cheap = _ALIKE * min((price for price, _ in steps), default=0.0)
-    alike = [together for price, together in steps if price <= cheap]
-    others = sorted((step for step in steps if step[0] > cheap), key=lambda step: step[0])
-    return [*(alike[place] for place in _spread(len(alike))), *(step[1] for step in others)]
-
-
-def _spread(count: int) -> Iterator[int]:
-    """Places of a row, each as far as can be from all before it and from the end of the row.
-
-    What the forward makes last the backward wants first: there is no time to copy it.
-    """
-    distance = [count - place for place in range(count)]
-    for _ in range(count):
-        taken = max(range(count), key=distance.__getitem__)
-        yield taken
-        for place in range(count):
-            distance[place] = min(distance[place], abs(place - taken))
-        distance[taken] = -1
+            steps.append((sum(known) / max(1, size), place, frozenset(together)))
+    return [step[2] for step in sorted(steps, key=lambda step: step[:2])]
 
 
 def _may_leave(crosser: Crosser, config: HotConfig) -> bool:

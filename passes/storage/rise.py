@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Set
-from functools import cached_property
 
 import numpy
 import torch
@@ -21,7 +20,6 @@ from hot_compile.passes.cost.storing import fuses, held_bytes
 from hot_compile.passes.graph import VIEWS, is_tangent, placeholders, returned
 from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.crossers import Crosser, base, saved_pairs
-from hot_compile.passes.storage.fetching import kernels_before, wanted_at_once
 from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.schemes import Scheme
 
@@ -36,7 +34,7 @@ class Rise:
     def __init__(
         self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, fused: Fused | None
     ) -> None:
-        self._fused, self._backward = fused, backward
+        self._fused = fused
         self._ahead, self._back = _Half(forward), _Half(backward)
         self._turn = len(forward.nodes)
         self._length = self._turn + len(backward.nodes)
@@ -90,20 +88,11 @@ class Rise:
                     self._add_stored(changes, *stored[saved], restored, fetched.get(saved))
         return numpy.cumsum(changes[:-1])
 
-    @cached_property
-    def _kernels(self) -> dict[fx.Node, int]:
-        return kernels_before(self._backward)
-
     def _fetched(self, hosted: Set[Crosser]) -> dict[fx.Node, int]:
-        """Where copies back from the host begin: where what is wanted before them is."""
-        wanted = {c.saved: min(c.restored.users) for c in hosted if c.restored.users}
-        readers = sorted(set(wanted.values()))
-        begins: dict[fx.Node, int] = {}
-        begin = self._turn
-        for group in wanted_at_once(readers, self._kernels):
-            begins |= dict.fromkeys(group, begin)
-            begin = self._turn + self._back.place[group[0]]
-        return {saved: begins[reader] for saved, reader in wanted.items()}
+        """Where copies back from the host begin: where the one before is wanted."""
+        wanted = sorted((self._turn + self._back.span(c.restored)[0], c.saved) for c in hosted)
+        begins = [self._turn, *(place for place, _ in wanted)]
+        return {saved: begin for begin, (_, saved) in zip(begins, wanted, strict=False)}
 
     def _add_stored(
         self,

@@ -2,7 +2,7 @@
 
 A tensor is packed after its last use in the forward and unpacked before its first use in the
 backward, so that the whole of it exists on neither side in between. What is kept of it may go to
-host memory there; it is fetched back while what was wanted before it is used.
+host memory there; it is fetched back while the one before it is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from hot_compile.passes.graph import (
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask
-from hot_compile.passes.storage.fetching import kernels_before, wanted_at_once
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.normalised import summed_by_softmax
 from hot_compile.passes.storage.pack import pack, totals, unpack, unpack_mask
@@ -159,28 +158,26 @@ class _Edit:
         return emit.parts(emit(hot.arrive.default, coming, list(kept), device, []))
 
     def _take_turns(self) -> None:
-        """Copies to the host by turns; what is wanted at once is fetched a turn ahead.
+        """Copies to the host by turns; each is fetched back before the one before it is awaited.
 
-        The first is when the backward begins. They depend on nothing but its inputs, so Inductor
-        would have all of them at its beginning: each is told what it comes behind.
+        The first one is when the backward begins. They depend on nothing but the backward's inputs,
+        so Inductor would have all of them at its beginning: each is told what it comes behind.
         """
         for place, sent in enumerate(_calls(self._forward, hot.to_host.default)):
             sent.update_arg(_LANE, place % LANES)
         arrivals = _calls(self._backward, hot.arrive.default)
         if not arrivals:
             return
-        at_once = wanted_at_once(arrivals, kernels_before(self._backward))
-        coming = [[arrival.all_input_nodes[0] for arrival in group] for group in at_once]
-        for first in reversed(coming[0]):
-            placeholders(self._backward)[-1].append(first)
+        coming = [arrival.all_input_nodes[0] for arrival in arrivals]
+        placeholders(self._backward)[-1].append(coming[0])
         gradients = made_of_tangents(self._backward)
-        for group, following in zip(at_once, [*coming[1:], []], strict=False):
-            behind = _made_before(group[0], gradients)
-            for fetch in following:
-                group[0].prepend(fetch)
-                _come_behind(fetch, behind)
-            for arrival in group:
-                _come_behind(arrival, [*behind, *following])
+        for arrival, following in zip(arrivals, [*coming[1:], None], strict=True):
+            behind = _made_before(arrival, gradients)
+            if following is not None:
+                arrival.prepend(following)
+                _come_behind(following, behind)
+                behind = [*behind, following]
+            _come_behind(arrival, behind)
 
     def _placeholder(self, part: fx.Node, beside: fx.Node) -> fx.Node:
         with self._backward.inserting_before(beside):
