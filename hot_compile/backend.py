@@ -21,6 +21,7 @@ from .errors import OptionError, PassDisabledError
 from .frameworks import trace_past_warnings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
+from .observing.doubting import Doubting
 from .observing.monitor import Gauge, Monitor, Watched, monitor_of
 from .observing.watching import Twin, Watch, twin
 from .passes.context import Context, Recorder
@@ -29,6 +30,7 @@ from .passes.cost.linear import Pricing
 from .passes.graph import clean_path, module_path, readable
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs
+from .passes.measure.logits import logits_of
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
 from .passes.pipeline import sources_hash
@@ -165,18 +167,20 @@ class _Graph:
         budget = None if observation else self.budget
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
+        key = _identity(self, config, profile)
         context = Context(
             config=config,
             inputs=self.inputs,
             pricing=self.prices,
             recorder=recorder,
-            identity=_identity(self, config, profile),
+            identity=f"{key} {logits_of(key).error is not None}",
             profile=profile,
             observation=observation,
             asked=self.asked,
             raised=self.raised,
             allowance=budget.allowance() if budget else None,
             captured=self.captured,
+            logits_key="" if observation else key,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -228,6 +232,11 @@ class _Graph:
         return self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
 
     @property
+    def _attends(self) -> bool:
+        """Some operator of Dynamo's graph may be a fused attention."""
+        return any("attention" in str(node.target) for node in self.gm.graph.nodes)
+
+    @property
     def on_gpu(self) -> bool:
         """Some input is on a GPU."""
         return any(device.type == "cuda" for device in self.devices)
@@ -258,8 +267,14 @@ class _Graph:
         """
         run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
         # all processes compile, or none
-        fixed = self.captured or torch._dynamo.config.enable_compiler_collectives
-        return Budgeted(run, self.budget) if self.budget and not fixed else run
+        if torch._dynamo.config.enable_compiler_collectives:
+            return run
+        if self.budget and not self.captured:
+            run = Budgeted(run, self.budget)
+        if config.memory is Memory.OFF or not self._attends:
+            return run
+        logits = logits_of(_identity(self, config, profile))
+        return Doubting(run, logits, code_being_compiled())
 
     def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
         """Once for every width of a schedule."""

@@ -63,6 +63,8 @@ class Context:
     """What the graph may add to the device's memory, if there is a budget of a step's peak."""
     captured: bool = False
     """Steps are to be CUDA graphs."""
+    logits_key: str = ""
+    """By which steps' attention logits are found, where they are to be watched."""
 
     def rates(self, device: torch.device) -> Rates | None:
         """Of a device, the user's own laid over them; None: nothing can run there."""

@@ -36,6 +36,7 @@ from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import match
 from hot_compile.passes.layers.plan import Plan, Prices, plan
 from hot_compile.passes.layers.rewrite import rewrite
+from hot_compile.passes.measure.logits import logits_of
 from hot_compile.passes.measure.lqs import storage_verdict
 from hot_compile.passes.measure.observe import observe, observe_gradients
 from hot_compile.passes.measure.profile import StorageMeasure
@@ -60,6 +61,7 @@ from hot_compile.passes.storage.crossers import (
     crossers,
     saved_pairs,
 )
+from hot_compile.passes.storage.logits import Pair, kept_exact, pairs, watch
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.pieces import work_out_in_pieces
 from hot_compile.passes.storage.rise import Rise
@@ -200,6 +202,8 @@ class Partitioned:
     num_fwd_outputs: int
     cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Crosser] = dataclasses.field(default_factory=list)
+    attentions: list[Pair] = dataclasses.field(default_factory=list)
+    """What fused attentions read of ``found``."""
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     hosted: frozenset[Crosser] = frozenset()
     """What waits for the backward in host memory, as it is stored."""
@@ -278,7 +282,10 @@ def _stored_for_sure(cut: Partitioned) -> bool:
 
 
 def _crossers(cut: Partitioned) -> int:
-    cut.found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+    found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+    cut.attentions = pairs(cut.backward.graph, found)
+    error = logits_of(cut.context.logits_key).error
+    cut.found = kept_exact(found, cut.attentions, error)
     return len(cut.found)
 
 
@@ -380,6 +387,11 @@ def _store(cut: Partitioned) -> int:
     return len(cut.stored)
 
 
+def _watch_logits(cut: Partitioned) -> int:
+    key = cut.context.logits_key
+    return watch(cut.forward.graph, cut.attentions, cut.stored, cut.hosted, key) if key else 0
+
+
 def _materialise(cut: Partitioned) -> int:
     return materialise(cut.backward.graph) if cut.stores else 0
 
@@ -439,6 +451,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
     Step("store", _store, changes=True),
+    Step("watch_logits", _watch_logits, changes=True),
     Step("materialise", _materialise, changes=True),
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),

@@ -145,7 +145,7 @@ def facts(
     products = [
         n
         for n in gradients
-        if _is_attention(n)
+        if is_attention(n)
         or (_is_product(n) and set(n.all_input_nodes) - data)
         or any(given.name in head_gradients for given in n.all_input_nodes)
     ]
@@ -333,7 +333,7 @@ class _Reader:
 
     def attention(self, node: fx.Node, user: fx.Node) -> None:
         """Fused attention's backward reads it."""
-        names = {name for name, value in _named_arguments(user) if value is node}
+        names = {name for name, value in named_arguments(user) if value is node}
         beyond = names - _ATTENTION_OPERANDS
         if beyond:
             self._refuse(f"attention's {', '.join(sorted(beyond))}")
@@ -397,12 +397,14 @@ def _is_product(node: fx.Node) -> bool:
     return ours or node.target in PRODUCTS or node.target in BATCHED
 
 
-def _is_attention(node: fx.Node) -> bool:
+def is_attention(node: fx.Node) -> bool:
+    """The backward of a fused attention."""
     name = getattr(node.target, "__name__", str(node.target))
     return "attention" in name and "backward" in name
 
 
-def _named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Arguments of a call by the names that its operator has for them, where it has any."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     yield from zip(names, node.args, strict=False)
@@ -432,7 +434,7 @@ RULES: tuple[Rule, ...] = (
     Rule("what asks for its size: `full_like`, a pool's backward", None,
          lambda _, user: user.target in SHAPE_ONLY,
          _Reader.size, "rounded: its values are not read"),
-    Rule("fused attention's backward", True, lambda _, user: _is_attention(user),
+    Rule("fused attention's backward", True, lambda _, user: is_attention(user),
          _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; "
          "the rest exact"),
     Rule("a product of two activations: attention by hand", True,

@@ -1,0 +1,125 @@
+"""Fused attention's q and k: who they are, and what tells that they cannot be stored any more."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import torch
+from torch import fx
+
+from hot_compile.passes.emit import Emitter
+from hot_compile.passes.graph import CASTS, VIEWS, aten, made_of_tangents, walk
+from hot_compile.passes.measure.logits import Attention, Operand, as_text
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.readers import MOVES, is_attention, named_arguments
+from hot_compile.passes.storage.schemes import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """What one fused attention's q and k are made of, of all that crosses."""
+
+    query: tuple[Crosser, ...]
+    key: tuple[Crosser, ...]
+    factor: float
+    """What logits are multiplied by."""
+    width: int
+    known: bool
+    """They are views, casts and parts of it: what is measured of it is true of them."""
+
+
+def pairs(backward: fx.Graph, found: Iterable[Crosser]) -> list[Pair]:
+    """Of every fused attention in a backward that is as min-cut made it."""
+    crossers = {crosser.restored: crosser for crosser in found}
+    floats = {n for n in crossers if n.meta["val"].is_floating_point()}
+    gradients = made_of_tangents(backward)
+    result = []
+    for node in backward.nodes:
+        if not is_attention(node):
+            continue
+        query, key, factor = _operands(node)
+        made = [walk([side], lambda n: n.all_input_nodes) - gradients for side in (query, key)]
+        ours, theirs = (tuple(crossers[n] for n in sorted(m & floats)) for m in made)
+        known = bool(ours and theirs) and all(
+            n in crossers or _is_moved(n) for m in made for n in m
+        )
+        width = int(query.meta["val"].shape[-1])
+        result.append(Pair(ours, theirs, factor or width**-0.5, width, known))
+    return result
+
+
+def _is_moved(node: fx.Node) -> bool:
+    return node.target in VIEWS | CASTS | MOVES or node.target is operator.getitem
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float | None]:
+    """(q, k, what logits are multiplied by) of an attention's backward."""
+    named = dict(named_arguments(node))
+    if "query" in named:
+        return named["query"], named["key"], named.get("scale")
+    numbers = [a for a in node.args if isinstance(a, float)]  # flex attention, which has no schema
+    return node.args[0], node.args[1], numbers[0] if numbers else None  # type: ignore[return-value]
+
+
+def kept_exact(
+    found: Sequence[Crosser], attentions: Sequence[Pair], error: float | None
+) -> list[Crosser]:
+    """``found``, of which what q and k are made of is not to be stored where that is too coarse, or
+    would not be noticed if it were.
+
+    ``error``: of the logits, if that was measured to be too large.
+    """
+    reason = "attention's q or k is computed of it: whether 12 bits are enough is not known"
+    if error is not None:
+        reason = f"attention's logits are too large for 12 bits: they were off by {error:.2g}"
+    unfit = [pair for pair in attentions if error is not None or not pair.known]
+    concerned = {crosser for pair in unfit for crosser in (*pair.query, *pair.key)}
+    return [
+        dataclasses.replace(c, schemes=(Scheme.EXACT,), by_measure=(), reason=reason)
+        if c in concerned and len(c.schemes) > 1
+        else c
+        for c in found
+    ]
+
+
+def watch(
+    forward: fx.Graph,
+    attentions: Iterable[Pair],
+    stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]],
+    hosted: Set[Crosser],
+    key: str,
+) -> int:
+    """Let the forward measure, now and then, what storing q and k does; returns of how many.
+
+    What waits in host memory is left out: its copy may not be over when the forward is.
+    """
+    tensors: list[fx.Node] = []
+    watched = []
+    for pair in attentions:
+        every = {*pair.query, *pair.key}
+        in_12 = {c for c in every if stored.get(c, (Scheme.EXACT,))[0] is Scheme.GROUPS12}
+        if not in_12 or every & hosted or not pair.known:
+            continue
+        sides = []
+        for crossers in (pair.query, pair.key):
+            given = [_given(c, stored[c][1] if c in in_12 else None) for c in crossers]
+            sides.append(tuple(Operand(len(nodes), pair.width) for nodes in given))
+            tensors += (node for nodes in given for node in nodes)
+        watched.append(Attention(pair.factor, *sides))
+    if watched:
+        last = forward.output_node()
+        emit = Emitter(forward, last, tensors[0])
+        device = tensors[0].meta["val"].device
+        seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=device)
+        emit(torch.ops.hot.watch_logits.default, seen, tensors, as_text(watched), key)
+    return len(watched)
+
+
+def _given(crosser: Crosser, parts: tuple[fx.Node, ...] | None) -> tuple[fx.Node, ...]:
+    """What the operator is given: of codes their upper planes, and their scales."""
+    if parts is None:
+        return (crosser.saved,)
+    *upper, _, scale = parts
+    return (*upper, scale)
