@@ -21,6 +21,7 @@ class Doubting:
         self._run = run
         self._logits = logits
         self._code = code
+        logits.begin()
 
     def __call__(self, *args: Any) -> Any:
         """One forward."""

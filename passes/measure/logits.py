@@ -62,6 +62,10 @@ class Logits:
         self._calls = 0
         self._coming: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
+    def begin(self) -> None:
+        """The graph was compiled, perhaps for another model: the next step is the first."""
+        self._calls = 0
+
     def due(self) -> bool:
         """Whether this step is one that looks: the first ones more often."""
         self._calls += 1
