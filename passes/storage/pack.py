@@ -18,11 +18,10 @@ from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.graph import aten
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme, Unit
-from hot_compile.runtime import planes, pointwise
+from hot_compile.runtime import coding, planes, pointwise
 from hot_compile.runtime.planes import MASK_BITS, UPPER_HALF, WHOLE, WHOLE_WORD
 
 _TINY = 2.0**-120
-_NAN_WORD = 0x7FC00000
 _MOST = 4.0
 _STEPS12 = 2046
 _STEPS4 = 15
@@ -64,7 +63,7 @@ def pack(
     reciprocal = _reciprocal(emit, scale)
     if unit is Unit.CHANNEL:  # found in another kernel than the one that applies it
         reciprocal = emit.from_memory(reciprocal)
-    code = _encode(emit, values, reciprocal, scheme.spec.levels)
+    code = _code(emit, values, reciprocal, scheme.spec.levels)
     if mask is not None:
         lowest = emit.cast(_cut(emit, mask, layout), torch.int32)
         code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2), lowest)
@@ -154,46 +153,20 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
 
 
 def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
-    """Magnitudes; 0 for what is not finite, whose neighbours keep their digits."""
-    size = emit(aten.abs.default, values)
-    finite = emit(aten.lt.Scalar, size, math.inf)
-    return emit(aten.where.self, finite, size, emit.constant(0.0, like=size))
+    coding.lowered()
+    return emit(torch.ops.hot.finite_size.default, values)
 
 
-def _encode(emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int) -> fx.Node:
-    """``values`` over their scale -> codes from ``-levels`` to ``levels``, int32: fourth roots,
-    rounded. One more is infinity, and -levels - 2 is NaN."""
-    share = emit(aten.mul.Tensor, values, reciprocal)
-    root = _fourth_root(emit, emit(aten.abs.default, share))
-    largest = emit.constant((levels + 1) / levels, like=root)
-    usual = emit(aten.lt.Tensor, root, largest)
-    root = emit(aten.where.self, usual, root, largest)
-    signed = emit(aten.copysign.Tensor, root, share)
-    code = _rounded(emit, emit(aten.mul.Tensor, signed, float(levels)))
-    return _or_nan(emit, code, share, -levels - 2)
-
-
-def _fourth_root(emit: Emitter, size: fx.Node) -> fx.Node:
-    """On a GPU by its instruction for reciprocal square roots: two, and no division."""
-    root = aten.rsqrt if _on_gpu(size) else aten.sqrt
-    return emit(root.default, emit(root.default, size))
-
-
-def _rounded(emit: Emitter, values: fx.Node) -> fx.Node:
-    """Nearest whole numbers as int32, of fp32 below 2 ** 22 in size, by one addition: they are the
-    last bits of the sum. Conversions take a GPU as long as eight additions."""
-    bits = _as_int(emit, emit(aten.add.Tensor, values, WHOLE))
-    return emit(aten.sub.Tensor, bits, WHOLE_WORD)
-
-
-def _or_nan(emit: Emitter, code: fx.Node, share: fx.Node, nan: int) -> fx.Node:
-    """``code``, but ``nan`` where ``share`` is not a number."""
-    number = emit(aten.eq.Tensor, share, share)
-    return emit(aten.where.self, number, code, emit.constant(nan, like=code))
+def _code(
+    emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int, root: bool = True
+) -> fx.Node:
+    """What ``coding._code`` says; int32."""
+    coding.lowered()
+    return emit(torch.ops.hot.code.default, values, reciprocal, levels, root)
 
 
 def _number(emit: Emitter, code: fx.Node) -> fx.Node:
-    """A whole number below 2 ** 22 in size as fp32: ``_rounded`` backwards where that is faster."""
+    """A whole number below 2 ** 22 in size as fp32, by an addition where that is faster."""
     if not _on_gpu(code):
         return emit.cast(code, torch.float32)
     bits = emit(aten.add.Tensor, emit.cast(code, torch.int32), WHOLE_WORD)
@@ -276,13 +249,7 @@ def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node],
     pieces = _pieces(emit, x, layout, Scheme.GROUPS12)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, emit(aten.mul.Tensor, scale, 1 / _STEPS12))
-    codes = []
-    for piece in pieces:
-        share = emit(aten.mul.Tensor, piece, reciprocal)
-        step = share
-        for bound, op in ((_STEPS12 + 1.0, aten.minimum), (-_STEPS12 - 1.0, aten.maximum)):
-            step = emit(op.default, step, emit.constant(bound, like=step))
-        codes.append(_or_nan(emit, _rounded(emit, step), share, -_STEPS12 - 2))
+    codes = [_code(emit, piece, reciprocal, _STEPS12, root=False) for piece in pieces]
     return codes, scale
 
 
@@ -295,7 +262,7 @@ def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
     reciprocal = _reciprocal(emit, scale)
     levels = Scheme.GROUPS6.spec.levels
-    codes = [_encode(emit, piece, reciprocal, levels) for piece in pieces]
+    codes = [_code(emit, piece, reciprocal, levels) for piece in pieces]
     return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
 
 
@@ -422,14 +389,8 @@ def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
 
 
 def _scale_word(emit: Emitter, width: fx.Node) -> fx.Node:
-    """Bits of ``width`` rounded up to bf16, NaN unless it is finite.
-
-    Rounded by hand, on the bits: Inductor keeps a value it casts to bf16 and back in fp32.
-    """
-    bits = _as_int(emit, width)
-    up = emit(aten.bitwise_and.Scalar, emit(aten.add.Tensor, bits, 0xFFFF), UPPER_HALF)
-    finite = emit(aten.lt.Scalar, width, math.inf)
-    return emit(aten.where.self, finite, up, emit.constant(_NAN_WORD, like=bits))
+    coding.lowered()
+    return emit(torch.ops.hot.scale_word.default, width)
 
 
 def _minimum_word(emit: Emitter, low: fx.Node) -> fx.Node:
