@@ -35,7 +35,7 @@ QUICK = 6
 def test_models_that_were_wrong_and_some_others():
     """In this process, which keeps what it found out of shapes."""
     options = parsed(["--shrink", "0"])
-    found = [result(seed, options) for seed in (*ONCE_WRONG, *range(1, QUICK))]
+    found = [result(seed, options) for seed in (*ONCE_WRONG, *range(QUICK))]
     assert not [one["failures"] for one in found if one["failures"]]
 
 
