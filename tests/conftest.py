@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick import quick_compiling
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +34,17 @@ def pytest_collection_finish():
     trace = logging.getLogger("torch.__trace")  # made by importing torch, which tests did
     trace.handlers.clear()
     trace.propagate = True
+
+
+def pytest_sessionfinish():
+    """Pytest looks for garbage five times at its end, which takes seconds each."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiling_is_quick():
+    with quick_compiling():
+        yield
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import multiprocessing
 
 import torch
+from quick import quick_compiling
 
 PRELOADED = ["hot_compile.testing", "torch._inductor.compile_fx"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -10,4 +11,10 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 def in_two_processes(function, *args):
     """``function(rank, *args)`` in two of them at once."""
-    torch.multiprocessing.start_processes(function, args, nprocs=2, start_method="forkserver")
+    given = (function, *args)
+    torch.multiprocessing.start_processes(_quickly, given, nprocs=2, start_method="forkserver")
+
+
+def _quickly(rank, function, *args):
+    with quick_compiling():
+        function(rank, *args)

@@ -40,6 +40,13 @@ def blocks(count=4, width=64):
     return nn.Sequential(*(Block(width, 0.1) for _ in range(count)))
 
 
+def plain(count=3, width=64):
+    """What Inductor has little to write for."""
+    torch.manual_seed(0)
+    pairs = ((nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(count))
+    return nn.Sequential(*(m for up, down in pairs for m in (up, nn.GELU(), down)))
+
+
 def images():
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, bias=False)]
@@ -172,13 +179,18 @@ class Operators(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_inductors_code_gives_the_same_and_fetches_one_ahead():
-    """Ours depend on nothing but inputs: left alone, it would bring all back at once."""
-    make, x = SMALL
-    least = train(make, x, MIB, lower=True)
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inductors_code_gives_the_same_and_fetches_one_ahead(lower):
+    """Ours depend on nothing but inputs: left alone, it would bring all back at once.
+
+    ``lower``: what it is compared with is Inductor's code, too.
+    """
+    make, x = plain, SMALL[1]
+    least = train(make, x, MIB, lower=lower)
     away = train(make, x, MIB, lower=True, **BUS)
     assert away.report.budget.hosted
-    assert torch.equal(least.loss, away.loss)
+    torch.testing.assert_close(least.loss, away.loss)
+    assert torch.equal(least.loss, away.loss) or not lower
     for got, want in zip(away.gradients, least.gradients, strict=True):
         torch.testing.assert_close(got, want)
 

@@ -78,9 +78,10 @@ def test_ddp_split_by_buckets_or_whole(tmp_path, split, lower):
     assert len(rewritten) > 1 if split else rewritten == [3]
 
 
-def test_compiled_autograd():
+@LOWERED
+def test_compiled_autograd(lower):
     context = torch._dynamo.config.patch(compiled_autograd=True)
-    assert check(Net(), context=context, lower=True) == [3]
+    assert check(Net(), context=context, lower=lower) == [3]
 
 
 @LOWERED
@@ -374,11 +375,16 @@ def test_double_backward_is_refused_as_by_inductor():
 
 
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD]
+    ("optimizer", "ours"),
+    [
+        (torch.optim.SGD, functools.partial(hot, inner_compile=run_uncompiled)),
+        pytest.param(torch.optim.SGD, hot, marks=pytest.mark.slow),
+        pytest.param(torch.optim.AdamW, hot, marks=pytest.mark.slow),
+    ],
 )
-def test_a_step_compiled_whole_with_its_optimizer(optimizer):
+def test_a_step_compiled_whole_with_its_optimizer(optimizer, ours):
     losses = {}
-    for backend in ("eager", "hot"):
+    for name, backend in (("eager", "eager"), ("hot", ours)):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, x = Net(), torch.randn(64, 128)
@@ -392,7 +398,7 @@ def test_a_step_compiled_whole_with_its_optimizer(optimizer):
             update.zero_grad()
             return loss.detach()
 
-        losses[backend] = [train(x).item() for _ in range(3)]
+        losses[name] = [train(x).item() for _ in range(3)]
     assert losses["hot"] == pytest.approx(losses["eager"], rel=1e-2)
     assert losses["hot"][-1] < losses["hot"][0]
 

@@ -67,19 +67,19 @@ def test_peak_is_the_highest_point_not_the_sum():
 
 def test_report_predicts_what_is_measured(tmp_path):
     torch.manual_seed(0)
-    layers = [nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)]
-    model, x = nn.Sequential(nn.LayerNorm(256), *layers * 2), torch.randn(2048, 256)
-    model[1].weight.grad = torch.ones_like(model[1].weight)
-    before, random = model[1].weight.grad, torch.get_rng_state()
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 64))
+    x = torch.randn(2048, 256)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before, random = model[0].weight.grad, torch.get_rng_state()
     report = memory_report(model, x, options={"keep_head": False})
-    assert model[1].weight.grad is before
+    assert model[0].weight.grad is before
     assert (before == 1).all()
-    assert model[1:][-1].weight.grad is None
+    assert model[-1].weight.grad is None
     assert torch.equal(random, torch.get_rng_state())
     exact, recompute, hot = (report.measured[k] for k in ("exact", "exact+recompute", "hot"))
     assert hot.held < 0.5 * recompute.held <= 0.5 * exact.held
     assert hot.peak < recompute.peak
-    held_by_the_loss = 2048 * 256 * 4  # the squares, outside of the compiled graph
+    held_by_the_loss = 2048 * 64 * 4  # the squares, outside of the compiled graph
     assert report.predicted_held_bytes == pytest.approx(hot.held - held_by_the_loss, rel=0.05)
     report.save_png(tmp_path / "memory.png")
     report.save_json(tmp_path / "memory.json")

@@ -413,7 +413,12 @@ def convolutions(batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [("A100", blocks), ("RTX 3090", convolutions), ("H200", convolutions)]
+    ("name", "model"),
+    [
+        ("A100", blocks),
+        ("H200", convolutions),
+        pytest.param("RTX 3090", convolutions, marks=pytest.mark.slow),
+    ],
 )
 def test_by_default_a_gpus_step_takes_little_longer_for_storing(file_of, name, model):
     file = file_of(name)

@@ -318,7 +318,8 @@ def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
         + cost.idle * rates.idle
     )
     host = cost.calls * rates.launch
-    return sympy.Max(device, host) if rates.asynchronous else device + host
+    # unevaluated: sympy would try to find out which of both is larger, 10 ms a layer
+    return sympy.Max(device, host, evaluate=False) if rates.asynchronous else device + host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Normed(nn.Module):
         return x + self.narrow(first)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_norm_on_a_part_of_what_is_saved(parts):
     torch.manual_seed(0)
     model = nn.Sequential(Normed(parts), Normed(parts))

@@ -90,7 +90,7 @@ def test_layers_between_data_and_a_batch_norm(data, act):
     "data", ["hundred", *(pytest.param(d, marks=pytest.mark.slow) for d in ("thirty", "years"))]
 )
 def test_as_it_is_lowered(data):
-    found, decisions, _ = compared(tabular(nn.GELU()), DATA[data](), lower=True)
+    found, decisions, _ = compared(tabular(nn.GELU())[:6], DATA[data](), lower=True)
     assert min(found.values()) > 0.999, found
     assert kept(decisions) == {"0", "2"}
 

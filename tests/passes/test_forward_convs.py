@@ -246,8 +246,15 @@ def test_gradients_pass_straight_through(module):
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize(("bias", "last"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("autocast", "bias", "last"),
+    [
+        (None, True, True),
+        (torch.bfloat16, False, False),
+        pytest.param(None, False, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, True, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_block_trains_nearly_as_exact_and_holds_no_more(autocast, bias, last, lower):
     torch.manual_seed(0)

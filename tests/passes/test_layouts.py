@@ -18,8 +18,9 @@ OPTIONS = {"min_gain": 99, "memory_min_bytes": 1024}  # exact layers, everything
 class Net(nn.Module):
     """Two convolutions with their norms, then attention on what they make of the image."""
 
-    def __init__(self):
+    def __init__(self, attends=True):
         super().__init__()
+        self.attends = attends
         self.conv1 = nn.Conv2d(3, CHANNELS, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
         self.norm1, self.norm2 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
@@ -28,15 +29,17 @@ class Net(nn.Module):
     def forward(self, image):
         x = self.norm1(self.conv1(image)).relu()
         x = self.norm2(self.conv2(x)).relu()
+        if not self.attends:
+            return x.square().mean()
         tokens = nn.functional.avg_pool2d(x, 4).flatten(2).transpose(1, 2)
         heads = tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous()
         return nn.functional.scaled_dot_product_attention(heads, heads, heads).square().mean()
 
 
 @pytest.fixture
-def step():
+def step(request):
     torch.manual_seed(0)
-    net, image = Net(), torch.randn(BATCH, 3, SIZE, SIZE)
+    net, image = Net(**getattr(request, "param", {})), torch.randn(BATCH, 3, SIZE, SIZE)
     net(image).backward()
     gradients = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
@@ -98,6 +101,7 @@ def test_an_inductor_that_does_not_say_changes_nothing(monkeypatch, step):
     assert {c.scheme for c in graph.crossing if c.name == "convolution"} == {"channels8_mask"}
 
 
+@pytest.mark.parametrize("step", [{"attends": False}], indirect=True)
 def test_nothing_is_laid_out_twice(step):
     """No buffer of an image's size has its channels outermost, in forward or backward."""
     net, image, gradients = step

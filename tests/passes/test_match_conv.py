@@ -227,7 +227,7 @@ def test_symbolic_spatial_sizes_are_refused():
     ("recipe", "memory_format"),
     [
         ("int4", torch.channels_last),
-        ("hla8", torch.contiguous_format),
+        pytest.param("hla8", torch.contiguous_format, marks=pytest.mark.slow),
         pytest.param("int4", torch.contiguous_format, marks=pytest.mark.slow),
         pytest.param("hla8", torch.channels_last, marks=pytest.mark.slow),
     ],

@@ -142,7 +142,9 @@ def test_restored_rows_of_a_saturated_softmax_sum_to_what_they_did(weighted, len
     model, x = Saturated(weighted), torch.randn(4, length, WIDTH)
     model(x).backward()
     exact, model.qkv.weight.grad = model.qkv.weight.grad, None
-    _, reports = hot_step(model, x, options={"memory_min_bytes": 0}, lower=lower)
+    # lowered, nothing smaller is stored than what the test is about: Inductor takes seconds for it
+    smallest = 16 * length**2 * 4 if lower else 0
+    _, reports = hot_step(model, x, options={"memory_min_bytes": smallest}, lower=lower)
     square = (str(length), str(length))
     assert "groups12" in [c.scheme for r in reports for c in r.crossing if c.shape[-2:] == square]
     for got, want in zip(model.qkv.weight.grad.chunk(3), exact.chunk(3), strict=True):

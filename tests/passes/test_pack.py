@@ -1,5 +1,7 @@
 """Round trips of every storage scheme, as graphs run node by node and as Inductor compiles them."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,13 @@ from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.schemes import Scheme
+
+
+def quickly(quick, *values):
+    """All combinations; compiled (their last is True) behind ``slow``, but for ``quick``."""
+    cases = itertools.product(*values, (False, True))
+    slow = pytest.mark.slow
+    return [c if not c[-1] or c in quick else pytest.param(*c, marks=slow) for c in cases]
 
 
 def round_trip(x, scheme, compiled=False):
@@ -176,22 +185,15 @@ def test_bits_are_lossless(shape, seed):
 
 
 @pytest.mark.parametrize(
-    "scheme",
-    [
-        *(Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12),
-        *(Scheme.CHANNELS8, Scheme.CENTRED8, Scheme.BITS),
-    ],
-)
-@pytest.mark.parametrize(
-    ("make", "compiled"),
-    [
-        *((make, False) for make in ("contiguous", "permuted", "channels_last", "gaps")),
-        ("channels_last", True),
-        *(
-            pytest.param(make, True, marks=pytest.mark.slow)
-            for make in ("contiguous", "permuted", "gaps")
+    ("make", "scheme", "compiled"),
+    quickly(
+        [("channels_last", scheme, True) for scheme in (Scheme.INT4, Scheme.CENTRED8)],
+        ("contiguous", "permuted", "channels_last", "gaps"),
+        (
+            *(Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS8, Scheme.GROUPS12),
+            *(Scheme.CHANNELS8, Scheme.CENTRED8, Scheme.BITS),
         ),
-    ],
+    ),
 )
 def test_layouts_keep_values_in_their_places(scheme, make, compiled):
     """Every group constant, which every scheme restores up to bf16: a misplaced group shows."""
@@ -219,7 +221,9 @@ COMPILED_SHAPE = (197, 3, 64)
 @pytest.mark.parametrize(
     "scheme", [Scheme.INT4, Scheme.GROUPS12, Scheme.CHANNELS8, Scheme.CENTRED8, *CODED]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_compiled_code_stores_the_same_bits(scheme, dtype):
     x = values(COMPILED_SHAPE, dtype, seed=1, spread=2.0)
     expected, y = round_trip(x, scheme)
@@ -273,9 +277,17 @@ def test_a_gpus_form_restores_the_same(scheme, layout, compiled, monkeypatch):
     assert torch.equal(y.isfinite(), z.isfinite())
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT4, Scheme.BITS])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "layout", "compiled"),
+    quickly(
+        [
+            (Scheme.INT4, torch.channels_last, True),
+            (Scheme.BITS, torch.contiguous_format, True),
+        ],
+        (Scheme.INT4, Scheme.BITS),
+        (torch.contiguous_format, torch.channels_last),
+    ),
+)
 def test_a_gpus_operators_restore_the_same_bits(scheme, layout, compiled, monkeypatch):
     x = values((3, 32, 8, 32), torch.float32, seed=3, spread=2.0).to(memory_format=layout)
     x = x > 0 if scheme is Scheme.BITS else x
@@ -354,15 +366,14 @@ def test_layouts_that_cannot_be_cut_say_why():
 
 
 @pytest.mark.parametrize(
-    ("size", "compiled"),
-    [
-        *((size, False) for size in (1, 7, 15)),
-        (7, True),
-        *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 15)),
-    ],
+    ("size", "dtype", "scheme", "compiled"),
+    quickly(
+        [(7, torch.bfloat16, Scheme.CHANNELS8, True), (7, torch.float32, Scheme.ROWS8, True)],
+        (1, 7, 15),
+        (torch.float32, torch.bfloat16),
+        (Scheme.CHANNELS8, Scheme.ROWS8),
+    ),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [Scheme.CHANNELS8, Scheme.ROWS8])
 def test_a_mask_rides_in_the_lowest_bit(scheme, dtype, size, compiled):
     spread = torch.rand(40, 1, 1) * 3
     x = (torch.randn(3, 40, size, size) * spread).to(dtype)
