@@ -3,6 +3,7 @@
 * ``hot::finite_size``: magnitudes, for the largest of a group.
 * ``hot::scale_word``: that, as bits of a bf16 number that is not below it.
 * ``hot::code``: whole numbers from what is divided by such a scale.
+* ``hot::plane``: the same bits of several codes, in one word.
 
 As nodes they were forty a tensor, each evaluated by Inductor once for every use: a third of the
 time that a model's forward took to be lowered. Importing this registers the operators.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ for _schema in (
     "finite_size(Tensor x) -> Tensor",
     "scale_word(Tensor width) -> Tensor",
     "code(Tensor x, Tensor reciprocal, int levels, bool root) -> Tensor",
+    "plane(Tensor[] codes, int shift, int bits, ScalarType dtype) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
 
@@ -65,6 +67,24 @@ def _coded(
     return do.where(do.eq(share, share), code, whole(-levels - 2))
 
 
+def _joined(
+    codes: Sequence[Any], do: Any, whole: Number, shift: int, bits: int, signed: bool
+) -> Any:
+    """``bits`` bits of each code, from the one of that place on, the first code's lowest.
+
+    ``signed``: the word's sign is the last code's.
+    """
+    word = None
+    for place, code in enumerate(codes):
+        field = do.bitwise_right_shift(code, whole(shift)) if shift else code
+        if not (signed and place == len(codes) - 1):
+            field = do.bitwise_and(field, whole((1 << bits) - 1))
+        if place:
+            field = do.bitwise_left_shift(field, whole(place * bits))
+        word = field if word is None else do.bitwise_or(word, field)
+    return word
+
+
 def _tensors(like: Tensor) -> tuple[Number, Number, Bits]:
     def number(value: float) -> Tensor:
         return like.new_tensor(value, dtype=torch.float32)
@@ -95,20 +115,30 @@ def _code(x: Tensor, reciprocal: Tensor, levels: int, root: bool) -> Tensor:
     return _coded(x * reciprocal, torch, *_tensors(x), levels, root, x.is_cuda)
 
 
+def _plane(codes: list[Tensor], shift: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """One word of ``dtype`` (int16, or uint8) an element of int32 ``codes``, all of one shape."""
+    whole = _tensors(codes[0])[1]
+    return _joined(codes, torch, whole, shift, bits, dtype.is_signed).to(dtype)
+
+
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("finite_size", _finite_size, _device)
     _LIBRARY.impl("scale_word", _scale_word, _device)
     _LIBRARY.impl("code", _code, _device)
+    _LIBRARY.impl("plane", _plane, _device)
 torch.library.register_fake("hot::finite_size")(lambda x: x.abs())
 torch.library.register_fake("hot::scale_word")(lambda width: width.abs().to(torch.int32))
 torch.library.register_fake("hot::code")(
     lambda x, reciprocal, levels, root: (x * reciprocal).to(torch.int32)
 )
+torch.library.register_fake("hot::plane")(
+    lambda codes, shift, bits, dtype: codes[0].to(dtype, copy=True)
+)
 
 
 @taught
 def lowered() -> None:
-    """Teach Inductor the three operators."""
+    """Teach Inductor the four operators."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
@@ -138,3 +168,11 @@ def lowered() -> None:
             return _coded(share, ops, number, whole, bits, levels, root, on_gpu)
 
         return make_pointwise(element, override_return_dtype=torch.int32)(x, reciprocal)
+
+    @register_lowering(torch.ops.hot.plane.default, type_promotion_kind=None)
+    def _(codes: Any, shift: int, bits: int, dtype: torch.dtype) -> Any:
+        def element(*values: Any) -> Any:
+            word = _joined(values, ops, whole, shift, bits, dtype.is_signed)
+            return ops.to_dtype(word, dtype, torch.int32)
+
+        return make_pointwise(element, override_return_dtype=dtype)(*codes)

@@ -278,16 +278,14 @@ def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
     bytes on a CPU, whose vectors Inductor does not make of int16.
     """
     high, low = 16 // len(codes), 8 // len(codes)
-    upper = [emit(aten.bitwise_right_shift.Tensor_Scalar, code, low) for code in codes]
-    lower = [emit(aten.bitwise_and.Scalar, code, (1 << low) - 1) for code in codes]
-    rest = emit.cast(_joined(emit, lower, low), torch.uint8)
-    fields = [emit(aten.bitwise_and.Scalar, part, (1 << high) - 1) for part in upper]
-    if not _on_gpu(rest):
-        half = len(codes) // 2
-        halves = (_joined(emit, fields[:half], high), _joined(emit, fields[half:], high))
-        return [*(emit.cast(part, torch.uint8) for part in halves), rest]
-    fields[-1] = upper[-1]  # its sign is that of all 16 bits
-    return [emit.cast(_joined(emit, fields, high), torch.int16), rest]
+    half = len(codes) // 2
+    coding.lowered()
+    plane = torch.ops.hot.plane.default
+    rest = emit(plane, codes, 0, low, torch.uint8)
+    if _on_gpu(rest):
+        return [emit(plane, codes, low, high, torch.int16), rest]
+    upper = (emit(plane, part, low, high, torch.uint8) for part in (codes[:half], codes[half:]))
+    return [*upper, rest]
 
 
 def _from_planes(
@@ -319,15 +317,6 @@ def _from_planes(
 
 def _on_gpu(node: fx.Node) -> bool:
     return bool(node.meta["val"].device.type == "cuda")
-
-
-def _joined(emit: Emitter, fields: Sequence[fx.Node], bits: int) -> fx.Node:
-    """Whole numbers of ``bits`` bits, the first one lowest, as one."""
-    word, *rest = fields
-    for place, field in enumerate(rest, start=1):
-        shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, field, place * bits)
-        word = emit(aten.bitwise_or.Tensor, word, shifted)
-    return word
 
 
 def _iota(emit: Emitter, like: fx.Node, count: int, step: int) -> fx.Node:
