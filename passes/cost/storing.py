@@ -28,9 +28,6 @@ StoragePrice = Callable[[Crosser, Scheme], float | None]
 _SAME = VIEWS | CASTS
 _FUSED = REDUCTIONS | {aten.clone.default, aten.cat.default, aten.embedding.default}
 _MASK_BITS = 8
-_IMAGES = 2.0
-"""How many times as long as its bytes and rates say storing takes, on a GPU, what convolutions and
-batch norms read: with a ResNet-50 on an H200 3.0 ms for 1.4, and 5.9 for 2.8 of all that may be."""
 
 
 def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
@@ -38,7 +35,6 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     if scheme is Scheme.EXACT:
         return 0.0
     whole, held = held_bytes(crosser, scheme)
-    dearer = _IMAGES if rates.asynchronous and _is_image(crosser, scheme) else 1.0
     alone = (whole + held) / rates.packing
     alone += rates.start if rates.asynchronous else rates.launch
     packed, restored = alone, alone
@@ -46,13 +42,7 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
         packed = held / rates.copy + _arithmetic(whole + held, rates)
     if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(whole, held, rates)
-    return dearer * (packed + restored)
-
-
-def _is_image(crosser: Crosser, scheme: Scheme) -> bool:
-    """A convolution or a batch norm reads it."""
-    readers = _readers(crosser.restored)
-    return scheme.spec.unit is Unit.CHANNEL or any("convolution" in str(r.target) for r in readers)
+    return packed + restored
 
 
 def host_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float | None:
