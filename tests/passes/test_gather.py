@@ -293,6 +293,8 @@ def test_a_c_plus_plus_wrapper_gets_no_list_of_one_tensor():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}, {"forward": "int8"}], ids=str)
 def test_lowered_steps_are_the_same(device, dynamic, options):
+    if device != "cpu" and "cpp_wrapper" in options:
+        pytest.skip("a GPU's Inductor 2.11 cannot by itself: CudaKernelParamCache not populated")
     torch.manual_seed(0)
     # without a convolution on a GPU: cuDNN takes another algorithm from one compilation to the next
     model, x = Net(conv=device == "cpu").to(device), torch.randn(2, 8, 5, 40, device=device)
