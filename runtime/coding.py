@@ -1,6 +1,7 @@
 """Elementwise operators that write codes, as ``pointwise.py`` has those that restore numbers.
 
-* ``hot::finite_size``: magnitudes, for the largest of a group.
+* ``hot::finite_size``: magnitudes, for the largest of a row or group.
+* ``hot::group_size``: the largest of a group that is cut in pieces.
 * ``hot::scale_word``: that, as bits of a bf16 number that is not below it.
 * ``hot::code``: whole numbers from what is divided by such a scale.
 * ``hot::plane``: the same bits of several codes, in one word.
@@ -23,14 +24,17 @@ from hot_compile.runtime.planes import UPPER_HALF, WHOLE, WHOLE_WORD
 from hot_compile.runtime.pointwise import Number, taught
 
 _NAN_WORD = 0x7FC00000
+_SHORT = 32
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (
     "finite_size(Tensor x) -> Tensor",
+    "group_size(Tensor[] pieces) -> Tensor",
     "scale_word(Tensor width) -> Tensor",
     "code(Tensor x, Tensor reciprocal, int levels, bool root) -> Tensor",
     "plane(Tensor[] codes, int shift, int bits, ScalarType dtype) -> Tensor",
 ):
-    _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
+    pointwise = "group_size" not in _schema
+    _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,) if pointwise else ())
 
 Bits = Callable[[Any], Any]
 """fp32 -> its bits as int32."""
@@ -39,6 +43,10 @@ Bits = Callable[[Any], Any]
 def _finite(x: Any, do: Any, number: Number) -> Any:
     size = do.abs(x)
     return do.where(do.lt(size, number(math.inf)), size, number(0.0))
+
+
+def _largest(pieces: Sequence[Any], do: Any, number: Number) -> Any:
+    return functools.reduce(do.maximum, (_finite(piece, do, number) for piece in pieces))
 
 
 def _word(width: Any, do: Any, number: Number, whole: Number, bits: Bits) -> Any:
@@ -100,6 +108,12 @@ def _finite_size(x: Tensor) -> Tensor:
     return _finite(x, torch, _tensors(x)[0])
 
 
+def _group_size(pieces: list[Tensor]) -> Tensor:
+    """The largest finite magnitude of groups, as [..., 1, lanes], whose fp32 ``pieces`` are all
+    [..., group / n, lanes]."""
+    return _largest(pieces, torch, _tensors(pieces[0])[0]).amax(-2, True)
+
+
 def _scale_word(width: Tensor) -> Tensor:
     """Bits (int32) of fp32 ``width``, which is not negative, rounded up to bf16; NaN's unless it is
     finite."""
@@ -123,10 +137,12 @@ def _plane(codes: list[Tensor], shift: int, bits: int, dtype: torch.dtype) -> Te
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("finite_size", _finite_size, _device)
+    _LIBRARY.impl("group_size", _group_size, _device)
     _LIBRARY.impl("scale_word", _scale_word, _device)
     _LIBRARY.impl("code", _code, _device)
     _LIBRARY.impl("plane", _plane, _device)
 torch.library.register_fake("hot::finite_size")(lambda x: x.abs())
+torch.library.register_fake("hot::group_size")(lambda pieces: pieces[0].amax(-2, True))
 torch.library.register_fake("hot::scale_word")(lambda width: width.abs().to(torch.int32))
 torch.library.register_fake("hot::code")(
     lambda x, reciprocal, levels, root: (x * reciprocal).to(torch.int32)
@@ -138,8 +154,10 @@ torch.library.register_fake("hot::plane")(
 
 @taught
 def lowered() -> None:
-    """Teach Inductor the four operators."""
-    from torch._inductor.lowering import make_pointwise, register_lowering
+    """Teach Inductor these operators."""
+    from torch._inductor.ir import Reduction
+    from torch._inductor.lowering import _make_reduction_inner, make_pointwise, register_lowering
+    from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import ops
 
     number = functools.partial(ops.constant, dtype=torch.float32)
@@ -151,6 +169,25 @@ def lowered() -> None:
     @register_lowering(torch.ops.hot.finite_size.default, type_promotion_kind=None)
     def _(x: Any) -> Any:
         return make_pointwise(lambda value: _finite(value, ops, number))(x)
+
+    @register_lowering(torch.ops.hot.group_size.default, type_promotion_kind=None)
+    def _(pieces: Any) -> Any:
+        size = make_pointwise(lambda *values: _largest(values, ops, number))(*pieces)
+        # of four pieces whose groups are short Inductor would try 128 at a time, too, all of them
+        # in registers: the kernel that packs a SiLU's and its factor took 25 s to compile
+        short = len(pieces) > 2 and size.get_size()[-2] <= _SHORT
+        result = Reduction.create(
+            input_node=size,
+            reduction_hint=ReductionHint.OUTER_TINY if short else ReductionHint.DEFAULT,
+            **_make_reduction_inner(
+                size, axis=[-2], keepdims=True, dtype=None, override_return_dtype=None,
+                reduction_type="max",
+            ),
+            reduction_type="max",
+        )  # fmt: skip
+        if isinstance(result.data.data, Reduction):
+            result.realize()
+        return result
 
     @register_lowering(torch.ops.hot.scale_word.default, type_promotion_kind=None)
     def _(width: Any) -> Any:

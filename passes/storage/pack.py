@@ -233,10 +233,8 @@ def _pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[f
 
 
 def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
-    largest, *rest = (_finite_size(emit, piece) for piece in pieces)
-    for other in rest:
-        largest = emit(aten.maximum.default, largest, other)
-    return emit(aten.amax.default, largest, [-2], True)
+    coding.lowered()
+    return emit(torch.ops.hot.group_size.default, list(pieces))
 
 
 def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
