@@ -180,7 +180,7 @@ class _Graph:
             raised=self.raised,
             allowance=budget.allowance() if budget else None,
             captured=self.captured,
-            logits_key="" if observation else key,
+            logits_key=key if self._compiles_again else "",
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -189,7 +189,10 @@ class _Graph:
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
-        return compile_fx(self.gm, self.example_inputs, self.inner_compile, config_patches=patches)
+        doubts = context.logits_key and not observation and _attends(self.gm)
+        given = self.gm, self.example_inputs, self.inner_compile
+        run: Any = compile_fx(*given, config_patches=patches)
+        return Doubting(run, logits_of(key), code_being_compiled()) if doubts else run
 
     @property
     def devices(self) -> list[torch.device]:
@@ -232,9 +235,10 @@ class _Graph:
         return self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
 
     @property
-    def _attends(self) -> bool:
-        """Some operator of Dynamo's graph may be a fused attention."""
-        return any("attention" in str(node.target) for node in self.gm.graph.nodes)
+    def _compiles_again(self) -> bool:
+        """Steps may be measured, and the graph compiled again by that: not inside CUDA graphs, nor
+        where all processes compile, or none."""
+        return not (self.captured or torch._dynamo.config.enable_compiler_collectives)
 
     @property
     def on_gpu(self) -> bool:
@@ -266,15 +270,7 @@ class _Graph:
         once. Dumps are made of every width.
         """
         run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
-        # all processes compile, or none
-        if torch._dynamo.config.enable_compiler_collectives:
-            return run
-        if self.budget and not self.captured:
-            run = Budgeted(run, self.budget)
-        if config.memory is Memory.OFF or not self._attends:
-            return run
-        logits = logits_of(_identity(self, config, profile))
-        return Doubting(run, logits, code_being_compiled())
+        return Budgeted(run, self.budget) if self.budget and self._compiles_again else run
 
     def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
         """Once for every width of a schedule."""
@@ -336,6 +332,11 @@ def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, An
             "switches HOT off in silence. Remove that option, or use backend='inductor'."
         )
     return patches
+
+
+def _attends(gm: fx.GraphModule) -> bool:
+    """Some operator of Dynamo's graph may be a fused attention."""
+    return any("attention" in str(node.target) for node in gm.graph.nodes)
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:

@@ -64,7 +64,7 @@ class Context:
     captured: bool = False
     """Steps are to be CUDA graphs."""
     logits_key: str = ""
-    """By which steps' attention logits are found, where they are to be watched."""
+    """By which what is known of attention's logits is found; "": nobody watches them."""
 
     def rates(self, device: torch.device) -> Rates | None:
         """Of a device, the user's own laid over them; None: nothing can run there."""

@@ -284,8 +284,9 @@ def _stored_for_sure(cut: Partitioned) -> bool:
 def _crossers(cut: Partitioned) -> int:
     found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
     cut.attentions = pairs(cut.backward.graph, found)
-    error = logits_of(cut.context.logits_key).error
-    cut.found = kept_exact(found, cut.attentions, error)
+    key = cut.context.logits_key
+    error = logits_of(key).error if key else None
+    cut.found = kept_exact(found, cut.attentions, error, bool(key))
     return len(cut.found)
 
 

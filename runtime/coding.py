@@ -176,7 +176,7 @@ def lowered() -> None:
         # of four pieces whose groups are short Inductor would try 128 at a time, too, all of them
         # in registers: the kernel that packs a SiLU's and its factor took 25 s to compile
         short = len(pieces) > 2 and size.get_size()[-2] <= _SHORT
-        result = Reduction.create(
+        result: Any = Reduction.create(
             input_node=size,
             reduction_hint=ReductionHint.OUTER_TINY if short else ReductionHint.DEFAULT,
             **_make_reduction_inner(

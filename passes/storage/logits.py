@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +14,7 @@ from torch import fx
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import CASTS, VIEWS, aten, made_of_tangents, walk
 from hot_compile.passes.measure.logits import Attention, Operand, as_text
+from hot_compile.passes.site import hint
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.readers import MOVES, is_attention, named_arguments
 from hot_compile.passes.storage.schemes import Scheme
@@ -37,16 +40,16 @@ def pairs(backward: fx.Graph, found: Iterable[Crosser]) -> list[Pair]:
     gradients = made_of_tangents(backward)
     result = []
     for node in backward.nodes:
-        if not is_attention(node):
+        operands = _operands(node) if is_attention(node) else None
+        if operands is None:
             continue
-        query, key, factor = _operands(node)
+        query, key, factor = operands
         made = [walk([side], lambda n: n.all_input_nodes) - gradients for side in (query, key)]
         ours, theirs = (tuple(crossers[n] for n in sorted(m & floats)) for m in made)
-        known = bool(ours and theirs) and all(
-            n in crossers or _is_moved(n) for m in made for n in m
-        )
-        width = int(query.meta["val"].shape[-1])
-        result.append(Pair(ours, theirs, factor or width**-0.5, width, known))
+        moved = all(n in crossers or _is_moved(n) for m in made for n in m)
+        known = moved and bool(ours and theirs) and isinstance(factor, (float, NoneType))
+        width = hint(query.meta["val"].shape[-1])
+        result.append(Pair(ours, theirs, factor if known and factor else width**-0.5, width, known))
     return result
 
 
@@ -54,27 +57,37 @@ def _is_moved(node: fx.Node) -> bool:
     return node.target in VIEWS | CASTS | MOVES or node.target is operator.getitem
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float | None]:
-    """(q, k, what logits are multiplied by) of an attention's backward."""
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, Any] | None:
+    """(q, k, what logits are multiplied by) of an attention's backward; None: whoever wrote it has
+    other names for them, and nothing it reads is stored."""
     named = dict(named_arguments(node))
     if "query" in named:
         return named["query"], named["key"], named.get("scale")
-    numbers = [a for a in node.args if isinstance(a, float)]  # flex attention, which has no schema
-    return node.args[0], node.args[1], numbers[0] if numbers else None  # type: ignore[return-value]
+    if hasattr(node.target, "_schema"):
+        return None
+    query, key, *_ = node.all_input_nodes
+    return query, key, "a flex attention's function, whatever that does"
 
 
 def kept_exact(
-    found: Sequence[Crosser], attentions: Sequence[Pair], error: float | None
+    found: Sequence[Crosser], attentions: Sequence[Pair], error: float | None, watched: bool
 ) -> list[Crosser]:
     """``found``, of which what q and k are made of is not to be stored where that is too coarse, or
     would not be noticed if it were.
 
-    ``error``: of the logits, if that was measured to be too large.
+    Args:
+        found: what crosses. attentions: what of it fused attentions read.
+        error: of the logits, if that was measured to be too large.
+        watched: somebody looks at the logits, and compiles again.
     """
-    reason = "attention's q or k is computed of it: whether 12 bits are enough is not known"
     if error is not None:
         reason = f"attention's logits are too large for 12 bits: they were off by {error:.2g}"
-    unfit = [pair for pair in attentions if error is not None or not pair.known]
+    elif not watched:
+        reason = "attention's q or k: whether 12 bits are enough cannot be watched here"
+    else:
+        reason = "attention's q or k is computed of it: whether 12 bits are enough is not known"
+    all_of_them = error is not None or not watched
+    unfit = [pair for pair in attentions if all_of_them or not pair.known]
     concerned = {crosser for pair in unfit for crosser in (*pair.query, *pair.key)}
     return [
         dataclasses.replace(c, schemes=(Scheme.EXACT,), by_measure=(), reason=reason)

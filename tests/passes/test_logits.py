@@ -225,11 +225,24 @@ def test_so_does_what_nothing_is_measured_of():
         for node in (graph.placeholder(name) for name in ("q", "k", "other"))
     )
     unknown = Pair((q,), (k,), 1.0, 32, known=False)
-    exact = kept_exact([q, k, other], [unknown], None)
+    exact = kept_exact([q, k, other], [unknown], None, watched=True)
     assert [c.schemes == (Scheme.EXACT,) for c in exact] == [True, True, False]
     assert "is computed of it" in exact[0].reason
     known = dataclasses.replace(unknown, known=True)
-    assert kept_exact([q, k, other], [known], None) == [q, k, other]
+    assert kept_exact([q, k, other], [known], None, watched=True) == [q, k, other]
+    exact = kept_exact([q, k, other], [known], None, watched=False)
+    assert [len(c.schemes) for c in exact] == [1, 1, 2]
+
+
+def test_in_cuda_graphs_nobody_could_look():
+    torch.manual_seed(0)
+    model = nn.Sequential(Attends())
+    options = {**OPTIONS, "triton.cudagraphs": True}
+    _, (report,) = hot_step(
+        lambda x: model(x).square().mean(), torch.randn(4, 48, WIDTH), options=options
+    )
+    assert sum("cannot be watched" in c.reason for c in qkv_of(report)) == 2
+    assert not any("watch_logits" in str(n.target) for n in report.stages["forward"].nodes)
 
 
 def test_no_attention_no_operator():
