@@ -37,6 +37,8 @@ summand; and this number's bits."""
 UPPER_HALF = -0x10000
 """Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
 MASK_BITS = 8
+STEPS12 = 2046
+"""Codes of 12 bits go from minus this to this; what is not finite lies beyond."""
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (

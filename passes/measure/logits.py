@@ -22,13 +22,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hot_compile.runtime.planes import STEPS12
+
 log = logging.getLogger("hot_compile")
 
 LIMIT = 0.1
 """Standard deviation of logits' errors up to which probabilities are as good as 12 bits: the
 gradients' cosines were above 0.995."""
 _EVERY = 64
-_LEVELS = 2046
 _UPPER = 16
 """What one of an upper plane's whole numbers counts in codes, which have 4 bits more."""
 
@@ -133,7 +134,7 @@ def _size(tensors: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor]:
     *planes, scale = tensors
     codes = [code.float() for plane in planes for code in _upper(plane)]
     squares = torch.stack([code.square().sum(-2, True) for code in codes]).sum(0)
-    step = scale.float() / _LEVELS
+    step = scale.float() / STEPS12
     group = planes[0].shape[-2] * 2
     norms = torch.sqrt(squares) * step * _UPPER * math.sqrt(max(1.0, width / group))
     return norms.amax(), step.amax()

@@ -19,11 +19,10 @@ from hot_compile.passes.graph import aten
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme, Unit
 from hot_compile.runtime import coding, planes, pointwise
-from hot_compile.runtime.planes import MASK_BITS, UPPER_HALF, WHOLE, WHOLE_WORD
+from hot_compile.runtime.planes import MASK_BITS, STEPS12, UPPER_HALF, WHOLE, WHOLE_WORD
 
 _TINY = 2.0**-120
 _MOST = 4.0
-_STEPS12 = 2046
 _STEPS4 = 15
 _LEFT, _RIGHT = aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar
 
@@ -104,7 +103,7 @@ def totals(
     codes, scale = _codes_12(emit, x, layout)
     numbers = (emit.cast(code, torch.float32) for code in codes)
     sums = (emit(aten.sum.dim_IntList, number, [-2], True) for number in numbers)
-    shares = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), 1 / _STEPS12)
+    shares = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), 1 / STEPS12)
     total = emit(aten.mul.Tensor, shares, scale)
     shape = [emit.size(x, outer) for outer in layout.order[:-1]]
     groups = emit(aten.view.default, total, [*shape, length // layout.cut[1]])
@@ -246,13 +245,13 @@ def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node],
     """(codes of each piece, int32; scales of the groups)."""
     pieces = _pieces(emit, x, layout, Scheme.GROUPS12)
     scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
-    reciprocal = _reciprocal(emit, emit(aten.mul.Tensor, scale, 1 / _STEPS12))
-    codes = [_code(emit, piece, reciprocal, _STEPS12, root=False) for piece in pieces]
+    reciprocal = _reciprocal(emit, emit(aten.mul.Tensor, scale, 1 / STEPS12))
+    codes = [_code(emit, piece, reciprocal, STEPS12, root=False) for piece in pieces]
     return codes, scale
 
 
 def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    return _from_planes(emit, parts, Scheme.GROUPS12.spec.pieces, _STEPS12, root=False)
+    return _from_planes(emit, parts, Scheme.GROUPS12.spec.pieces, STEPS12, root=False)
 
 
 def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:

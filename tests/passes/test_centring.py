@@ -86,9 +86,8 @@ def test_layers_between_data_and_a_batch_norm(data, act):
     assert {c.scheme for c in crossing} - {"exact", "bits"}  # behind the norm all is as usual
 
 
-@pytest.mark.parametrize(
-    "data", ["hundred", *(pytest.param(d, marks=pytest.mark.slow) for d in ("thirty", "years"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["hundred", "thirty", "years"])
 def test_as_it_is_lowered(data):
     found, decisions, _ = compared(tabular(nn.GELU())[:6], DATA[data](), lower=True)
     assert min(found.values()) > 0.999, found

@@ -134,7 +134,7 @@ def transposed(q, k, v, bias):
             for weighted in (by_hand, masked, transposed)
             for length in (50, 192)
         ),
-        (masked, 64, True),
+        pytest.param(masked, 64, True, marks=pytest.mark.slow),
     ],
 )
 def test_restored_rows_of_a_saturated_softmax_sum_to_what_they_did(weighted, length, lower):
