@@ -168,19 +168,20 @@ class _Graph:
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         key = _identity(self, config, profile)
+        logits = logits_of(key) if self._compiles_again and _attends(self.gm) else None
         context = Context(
             config=config,
             inputs=self.inputs,
             pricing=self.prices,
             recorder=recorder,
-            identity=f"{key} {logits_of(key).error is not None}",
+            identity=f"{key} {logits is not None and logits.error is not None}",
             profile=profile,
             observation=observation,
             asked=self.asked,
             raised=self.raised,
             allowance=budget.allowance() if budget else None,
             captured=self.captured,
-            logits_key=key if self._compiles_again else "",
+            logits_key="" if logits is None else key,
         )
         joint = JointPass(context, _existing_passes(patches))
         patches["joint_custom_pre_pass"] = joint
@@ -189,10 +190,11 @@ class _Graph:
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
-        doubts = context.logits_key and not observation and _attends(self.gm)
         given = self.gm, self.example_inputs, self.inner_compile
         run: Any = compile_fx(*given, config_patches=patches)
-        return Doubting(run, logits_of(key), code_being_compiled()) if doubts else run
+        if logits is None or observation:
+            return run
+        return Doubting(run, logits, code_being_compiled())
 
     @property
     def devices(self) -> list[torch.device]:
@@ -335,8 +337,9 @@ def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, An
 
 
 def _attends(gm: fx.GraphModule) -> bool:
-    """Some operator of Dynamo's graph may be a fused attention."""
-    return any("attention" in str(node.target) for node in gm.graph.nodes)
+    """Some operator of Dynamo's graph, or of a region of it, may be a fused attention."""
+    graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
+    return any("attention" in str(node.target) for graph in graphs for node in graph.nodes)
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Elementwise operators that write codes, as ``pointwise.py`` has those that restore numbers.
+"""Operators that write codes, as ``pointwise.py`` has those that restore numbers.
 
 * ``hot::finite_size``: magnitudes, for the largest of a row or group.
 * ``hot::group_size``: the largest of a group that is cut in pieces.
@@ -25,16 +25,16 @@ from hot_compile.runtime.pointwise import Number, taught
 
 _NAN_WORD = 0x7FC00000
 _SHORT = 32
+"""Elements of a piece up to which a group's reduction is told to be a tiny one."""
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (
     "finite_size(Tensor x) -> Tensor",
-    "group_size(Tensor[] pieces) -> Tensor",
     "scale_word(Tensor width) -> Tensor",
     "code(Tensor x, Tensor reciprocal, int levels, bool root) -> Tensor",
     "plane(Tensor[] codes, int shift, int bits, ScalarType dtype) -> Tensor",
 ):
-    pointwise = "group_size" not in _schema
-    _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,) if pointwise else ())
+    _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
+_LIBRARY.define("group_size(Tensor[] pieces) -> Tensor")
 
 Bits = Callable[[Any], Any]
 """fp32 -> its bits as int32."""

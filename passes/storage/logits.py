@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, made_of_tangents, walk
+from hot_compile.passes.graph import CASTS, VIEWS, aten, made_of, made_of_tangents
 from hot_compile.passes.measure.logits import Attention, Operand, as_text
 from hot_compile.passes.site import hint
 from hot_compile.passes.storage.crossers import Crosser
@@ -35,16 +35,17 @@ class Pair:
 
 def pairs(backward: fx.Graph, found: Iterable[Crosser]) -> list[Pair]:
     """Of every fused attention in a backward that is as min-cut made it."""
+    attentions = [
+        operands for n in backward.nodes if is_attention(n) and (operands := _operands(n))
+    ]
+    if not attentions:
+        return []
     crossers = {crosser.restored: crosser for crosser in found}
     floats = {n for n in crossers if n.meta["val"].is_floating_point()}
     gradients = made_of_tangents(backward)
     result = []
-    for node in backward.nodes:
-        operands = _operands(node) if is_attention(node) else None
-        if operands is None:
-            continue
-        query, key, factor = operands
-        made = [walk([side], lambda n: n.all_input_nodes) - gradients for side in (query, key)]
+    for query, key, factor in filter(None, attentions):
+        made = [made_of(side) - gradients for side in (query, key)]
         ours, theirs = (tuple(crossers[n] for n in sorted(m & floats)) for m in made)
         moved = all(n in crossers or _is_moved(n) for m in made for n in m)
         known = moved and bool(ours and theirs) and isinstance(factor, (float, NoneType))

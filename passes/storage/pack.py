@@ -44,6 +44,7 @@ def pack(
     """
     if scheme is Scheme.EXACT:
         return (x,)
+    coding.lowered()
     layout = layout_of(x.meta["val"], scheme)
     assert isinstance(layout, Layout), layout
     if scheme in _SHARING:
@@ -152,7 +153,6 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
 
 
 def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
-    coding.lowered()
     return emit(torch.ops.hot.finite_size.default, values)
 
 
@@ -160,7 +160,6 @@ def _code(
     emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int, root: bool = True
 ) -> fx.Node:
     """What ``coding._code`` says; int32."""
-    coding.lowered()
     return emit(torch.ops.hot.code.default, values, reciprocal, levels, root)
 
 
@@ -232,7 +231,6 @@ def _pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[f
 
 
 def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
-    coding.lowered()
     return emit(torch.ops.hot.group_size.default, list(pieces))
 
 
@@ -276,7 +274,6 @@ def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
     """
     high, low = 16 // len(codes), 8 // len(codes)
     half = len(codes) // 2
-    coding.lowered()
     plane = torch.ops.hot.plane.default
     rest = emit(plane, codes, 0, low, torch.uint8)
     if _on_gpu(rest):
@@ -375,7 +372,6 @@ def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
 
 
 def _scale_word(emit: Emitter, width: fx.Node) -> fx.Node:
-    coding.lowered()
     return emit(torch.ops.hot.scale_word.default, width)
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from hot_compile.backend import hot
+from hot_compile.backend import _attends, hot
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.measure.logits import (
     LIMIT,
@@ -243,6 +243,20 @@ def test_in_cuda_graphs_nobody_could_look():
     )
     assert sum("cannot be watched" in c.reason for c in qkv_of(report)) == 2
     assert not any("watch_logits" in str(n.target) for n in report.stages["forward"].nodes)
+
+
+def test_an_attention_in_a_checkpointed_region_is_one_of_the_graphs():
+    part = fx.Graph()
+    x = part.placeholder("x")
+    part.output(part.call_function(F.scaled_dot_product_attention, (x, x, x)))
+    whole = fx.Graph()
+    whole.output(whole.call_module("region", (whole.placeholder("x"),)))
+    inner = fx.GraphModule({}, part)
+    assert _attends(inner)
+    assert _attends(fx.GraphModule({"region": inner}, whole))
+    whole.output_node().args = (next(iter(whole.nodes)),)
+    whole.eliminate_dead_code()
+    assert not _attends(fx.GraphModule({}, whole))
 
 
 def test_no_attention_no_operator():
