@@ -29,6 +29,8 @@ class SiteNodes:
     """mm giving g_w [O, I], or [I, O] when ``grad_weight_is_io``."""
     grad_weight_is_io: bool
     forward: fx.Node
+    grad_bias: fx.Node | None = None
+    """The sum of g_y's rows, where the graph wants it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,9 +108,16 @@ class Cost:
         )
 
 
-def exact_cost(products: int) -> Cost:
-    """Exact products of a layer's backward, ``products`` of them."""
-    return Cost(flops=2 * L * O * I * products, calls=products)
+def exact_cost(products: int, summed: bool = False) -> Cost:
+    """Exact products of a layer's backward, ``products`` of them; ``summed``: and g_b, for which
+    Inductor reads all of g_y once more (it works out what g_y is made of a second time)."""
+    read = L * O * E if summed else ZERO
+    return Cost(flops=2 * L * O * I * products, bytes=read, calls=products + summed)
+
+
+def exact_backward(how: How) -> Cost:
+    """All that ``how`` wants of a layer, left exact."""
+    return exact_cost(how.gx + how.gw, how.summed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +303,7 @@ def _layer_cost(spec: Spec, how: How) -> Cost:
         weight = Sized(bill, I, O)
     found = spec(g, x, weight, how)  # type: ignore[arg-type]
     left = (how.gx and found.gx is None) + (how.gw and found.gw is None)
-    return sum(bill, exact_cost(left))
+    return sum(bill, exact_cost(left, how.summed and found.sums is None))
 
 
 def kept_bytes(strategy: Strategy, how: How) -> sympy.Expr:
@@ -348,7 +355,7 @@ def predicted_times(
     strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape
 ) -> tuple[float, float]:
     """(exact's, ours): predicted seconds of the layer's backward."""
-    exact = at(seconds(exact_cost(how.gx + how.gw), rates, dtype), shape)
+    exact = at(seconds(exact_backward(how), rates, dtype), shape)
     return exact, at(seconds(layer_cost(strategy, how), rates, dtype), shape)
 
 
@@ -367,7 +374,7 @@ def rows_that_pay(
     more there are, so the gain only rises.
     """
     ours = seconds(layer_cost(strategy, how), rates, dtype)
-    exact = seconds(exact_cost(how.gx + how.gw), rates, dtype)
+    exact = seconds(exact_backward(how), rates, dtype)
 
     def pays(rows: int) -> bool:
         own = dataclasses.replace(shape, rows=rows)

@@ -19,7 +19,7 @@ def grad_bias(grad_output: fx.Node) -> fx.Node | None:
     """The sum over g_y's rows, if the graph wants it: whoever quantises g_y reads all of it anyway.
 
     It may be taken of g_y in another shape, of another cast to the same dtype, or of an exact copy
-    in fp32.
+    in fp32. ``precedes`` says whether g_y is there in time.
     """
     g: torch.Tensor = grad_output.meta["val"]
     dtype, base = g.dtype, strip(grad_output, _SAME_ORDER)
@@ -27,7 +27,7 @@ def grad_bias(grad_output: fx.Node) -> fx.Node | None:
     while stack:
         node, equal = stack.pop()
         for user in node.users:
-            if equal and user.users and _sums_rows(user, g) and _precedes(grad_output, user):
+            if equal and user.users and _sums_rows(user, g):
                 return user
             if user in seen or user.target not in _SAME_ORDER:
                 continue
@@ -37,7 +37,7 @@ def grad_bias(grad_output: fx.Node) -> fx.Node | None:
     return None
 
 
-def _precedes(grad_output: fx.Node, total: fx.Node) -> bool:
+def precedes(grad_output: fx.Node, total: fx.Node) -> bool:
     """g_y comes before ``total`` in the graph, moved there if need be and nothing is in the way."""
     if grad_output < total:
         return True

@@ -29,6 +29,7 @@ from hot_compile.passes.graph import (
     strip,
     untranspose,
 )
+from hot_compile.passes.layers.bias import grad_bias
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, FLOATS, match_convolution
 from hot_compile.passes.site import Site, SiteNodes
 
@@ -126,6 +127,7 @@ class _Context:
             grad_weight=grad_weight,
             grad_weight_is_io=is_io,
             forward=forward,
+            grad_bias=grad_bias(grad_output),
         )
 
     def _candidates(self, forward: fx.Node) -> list[fx.Node]:

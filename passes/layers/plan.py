@@ -94,6 +94,7 @@ class Decision:
             tokens=self.tokens,
             packed=self.packed,
             one_read=self.one_read,
+            summed=self.one_read and nodes is not None and nodes.grad_bias is not None,
             weight_is_io=nodes is not None and nodes.weight_is_io,
             grad_weight_is_io=nodes is not None and nodes.grad_weight_is_io,
             **more,

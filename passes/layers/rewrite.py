@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.config import Strategy
 from hot_compile.passes.emit import Emitter, node_of
 from hot_compile.passes.graph import CASTS, VIEWS, strip
-from hot_compile.passes.layers.bias import grad_bias, total
+from hot_compile.passes.layers.bias import precedes, total
 from hot_compile.passes.layers.plan import Decision, Plan
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.layers.strategies import STRATEGIES
@@ -64,10 +64,12 @@ def _linear(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
     nodes, spec = site.nodes, STRATEGIES[d.strategy]
     assert isinstance(nodes, SiteNodes)
     gx, gw, g = nodes.grad_input, nodes.grad_weight, nodes.grad_output
-    bias = grad_bias(g) if d.one_read else None
+    bias = nodes.grad_bias if d.one_read else None
+    if bias is not None and not (bias.users and precedes(g, bias)):
+        bias = None
     first = min(n for n in (gx, gw, bias) if n is not None)  # nodes order by place
     stored = spec.stored_bits if pin else 8
-    how = d.how(nodes, stored_bits=stored, summed=bias is not None)
+    how = dataclasses.replace(d.how(nodes, stored_bits=stored), summed=bias is not None)
     emit = Emitter(graph, first, gx or gw or first, stays=True)
     keep_at = Emitter(graph, nodes.forward.next, nodes.forward) if pin else emit
     kept = spec.keep(keep_at.traced(nodes.x), how) if how.gw else ()
