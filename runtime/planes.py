@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -207,7 +208,7 @@ class _Place:
             element: of an element's words of both and which field of the planes' is its own.
         """
         from torch._inductor.ir import Pointwise
-        from torch._inductor.virtualized import V, ops
+        from torch._inductor.virtualized import V
 
         sizes = [*self._outer, self._run]
         small = V.graph.sizevars.statically_known_leq(math.prod(sizes), 2**31 - 1)
@@ -219,25 +220,56 @@ class _Place:
             linear = 0
             for at, size in zip(index, sizes, strict=True):
                 linear = linear * size + at
-            place = ops.index_expr(linear, whole_type)
-            block, lanes, pieces = (
-                ops.constant(n, whole_type) for n in (self._block, self._lanes, self._pieces)
+            group, word, piece = (self._by_index if self._rows(linear) else self._by_operations)(
+                linear, whole_type
             )
-            piece = ops.to_dtype(ops.mod(ops.truncdiv(place, block), pieces), torch.int32)
-            all_pieces = ops.constant(self._block * self._pieces, whole_type)
-            group = ops.truncdiv(place, all_pieces)
-            word = ops.add(ops.mul(group, block), ops.mod(place, block))
-            if self._lanes > 1:
-                group = ops.add(ops.mul(group, lanes), ops.mod(place, lanes))
             words = [read(word) for read in reads] + [read(group) for read in reads_shared]
             return element(words, piece)
 
         device = planes[0].get_device()
         return Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=sizes)
 
+    def _rows(self, linear: Any) -> bool:
+        """``linear`` goes along rows no longer than a group, as a norm over a head's channels does.
+
+        Triton finds vectors in an index made of those, and Inductor sees which elements it reads:
+        only so does it sum over a row and over all rows in one kernel.
+        """
+        steps = sympy.expand(linear).as_coefficients_dict()
+        group = self._block * self._pieces
+        return any(step > 1 and group % step == 0 for term, step in steps.items() if term != 1)
+
+    def _by_index(self, linear: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+        """(group and lane, word, field of the word) of element ``linear``, two as an index."""
+        from torch._inductor.virtualized import ops
+        from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+        group = FloorDiv(linear, self._block * self._pieces)
+        word = group * self._block + ModularIndexing(linear, 1, self._block)
+        if self._lanes > 1:
+            group = group * self._lanes + ModularIndexing(linear, 1, self._lanes)
+        piece = ops.index_expr(ModularIndexing(linear, self._block, self._pieces), dtype)
+        return group, word, ops.to_dtype(piece, torch.int32)
+
+    def _by_operations(self, linear: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+        """The same by operations on one number, its place."""
+        from torch._inductor.virtualized import ops
+
+        place = ops.index_expr(linear, dtype)
+        block, lanes, pieces = (
+            ops.constant(n, dtype) for n in (self._block, self._lanes, self._pieces)
+        )
+        piece = ops.to_dtype(ops.mod(ops.truncdiv(place, block), pieces), torch.int32)
+        all_pieces = ops.constant(self._block * self._pieces, dtype)
+        group = ops.truncdiv(place, all_pieces)
+        word = ops.add(ops.mul(group, block), ops.mod(place, block))
+        if self._lanes > 1:
+            group = ops.add(ops.mul(group, lanes), ops.mod(place, lanes))
+        return group, word, piece
+
 
 def _flat_loader(plane: Any) -> Callable[[Any], Any]:
-    """Reads a contiguous tensor of Inductor's at a place that is a value."""
+    """Reads a contiguous tensor of Inductor's at a place: an index, or a value."""
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import ops
 
@@ -246,6 +278,8 @@ def _flat_loader(plane: Any) -> Callable[[Any], Any]:
     load = lowerings[torch.ops.aten.reshape.default](plane, [count]).make_loader()
 
     def read(place: Any) -> Any:
-        return load([ops.indirect_indexing(place, count, check=False, wrap_neg=False)])
+        if not isinstance(place, sympy.Expr):
+            place = ops.indirect_indexing(place, count, check=False, wrap_neg=False)
+        return load([place])
 
     return read
