@@ -30,7 +30,7 @@ _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (
     "finite_size(Tensor x) -> Tensor",
     "scale_word(Tensor width) -> Tensor",
-    "code(Tensor x, Tensor reciprocal, int levels, bool root) -> Tensor",
+    "code(Tensor x, Tensor reciprocal, int levels, bool root, bool finite=False) -> Tensor",
     "plane(Tensor[] codes, int shift, int bits, ScalarType dtype) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
@@ -57,14 +57,15 @@ def _word(width: Any, do: Any, number: Number, whole: Number, bits: Bits) -> Any
 
 def _coded(
     share: Any, do: Any, number: Number, whole: Number, bits: Bits, levels: int, root: bool,
-    on_gpu: bool,
+    finite: bool, on_gpu: bool,
 ) -> Any:  # fmt: skip
     """What :func:`_code` says of ``share``, a value over its scale."""
     if root:
         # a GPU has an instruction for reciprocal square roots: two of them, and no division
         rooted = do.rsqrt if on_gpu else do.sqrt
         size, largest = rooted(rooted(do.abs(share))), number((levels + 1) / levels)
-        size = do.where(do.lt(size, largest), size, largest)
+        if not finite:
+            size = do.where(do.lt(size, largest), size, largest)
         step = do.mul(do.copysign(size, share), number(float(levels)))
     else:
         step = do.minimum(share, number(levels + 1.0))
@@ -72,7 +73,7 @@ def _coded(
     # below 2 ** 22 in size, the last bits of this sum are the nearest whole number: conversions
     # take a GPU as long as eight additions
     code = do.sub(bits(do.add(step, number(WHOLE))), whole(WHOLE_WORD))
-    return do.where(do.eq(share, share), code, whole(-levels - 2))
+    return code if finite else do.where(do.eq(share, share), code, whole(-levels - 2))
 
 
 def _joined(
@@ -120,13 +121,14 @@ def _scale_word(width: Tensor) -> Tensor:
     return _word(width, torch, *_tensors(width))
 
 
-def _code(x: Tensor, reciprocal: Tensor, levels: int, root: bool) -> Tensor:
+def _code(x: Tensor, reciprocal: Tensor, levels: int, root: bool, finite: bool = False) -> Tensor:
     """int32 codes of fp32 ``x`` times the ``reciprocal`` of its scale, which broadcasts to it.
 
     ``root``: from ``-levels`` to ``levels``, its fourth root in as many steps, rounded. Else ``x``
-    times ``reciprocal`` itself, rounded. One more than ``levels`` is infinity, -levels - 2 is NaN.
+    times ``reciprocal`` itself, rounded. One more than ``levels`` is infinity, -levels - 2 is NaN;
+    but any code, where the caller says that all are ``finite`` or what is not is lost anyway.
     """
-    return _coded(x * reciprocal, torch, *_tensors(x), levels, root, x.is_cuda)
+    return _coded(x * reciprocal, torch, *_tensors(x), levels, root, finite, x.is_cuda)
 
 
 def _plane(codes: list[Tensor], shift: int, bits: int, dtype: torch.dtype) -> Tensor:
@@ -145,7 +147,7 @@ torch.library.register_fake("hot::finite_size")(lambda x: x.abs())
 torch.library.register_fake("hot::group_size")(lambda pieces: pieces[0].amax(-2, True))
 torch.library.register_fake("hot::scale_word")(lambda width: width.abs().to(torch.int32))
 torch.library.register_fake("hot::code")(
-    lambda x, reciprocal, levels, root: (x * reciprocal).to(torch.int32)
+    lambda x, reciprocal, levels, root, finite=False: (x * reciprocal).to(torch.int32)
 )
 torch.library.register_fake("hot::plane")(
     lambda codes, shift, bits, dtype: codes[0].to(dtype, copy=True)
@@ -197,12 +199,12 @@ def lowered() -> None:
         return make_pointwise(element, override_return_dtype=torch.int32)(width)
 
     @register_lowering(torch.ops.hot.code.default, broadcast=True, type_promotion_kind=None)
-    def _(x: Any, reciprocal: Any, levels: int, root: bool) -> Any:
+    def _(x: Any, reciprocal: Any, levels: int, root: bool, finite: bool = False) -> Any:
         on_gpu = x.get_device().type == "cuda"
 
         def element(value: Any, factor: Any) -> Any:
             share = ops.mul(value, factor)
-            return _coded(share, ops, number, whole, bits, levels, root, on_gpu)
+            return _coded(share, ops, number, whole, bits, levels, root, finite, on_gpu)
 
         return make_pointwise(element, override_return_dtype=torch.int32)(x, reciprocal)
 

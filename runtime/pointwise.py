@@ -4,6 +4,7 @@ Written as nodes, such a formula would cost time to compile: Inductor evaluates 
 every use, and so do those below it, down to what was stored. In one operator it does so once.
 
 * ``hot::restored``: numbers from the codes that ``passes/storage/pack.py`` makes.
+* ``hot::fourth_power``: the same of codes none of which says that it is not finite, unscaled.
 * ``hot::short_function``: functions in fewer instructions than a GPU's library takes for fp32;
   ``passes/exact/functions.py`` says where they may stand.
 
@@ -30,6 +31,7 @@ _ERF = (-1.061405429, 1.453152027, -1.421413741, 0.284496736, -0.254829592)
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _schema in (
     "restored(Tensor code, Tensor scale, int levels, bool root) -> Tensor",
+    "fourth_power(Tensor code) -> Tensor",
     "short_function(Tensor x, str name) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pointwise,))
@@ -41,13 +43,16 @@ def decoded(code: Any, scale: Any, do: Any, number: Number, levels: int, root: b
 
     Codes beyond ``levels`` say infinity, -levels - 2 says NaN.
     """
-    value = share = do.mul(code, number(1.0 / levels))
-    if root:
-        value = do.mul(do.mul(share, do.abs(share)), do.mul(share, share))
-    value = do.mul(value, scale)
+    share = do.mul(code, number(1.0 / levels))
+    value = do.mul(_fourth(share, do) if root else share, scale)
     nan = do.le(code, number(-levels - 2.0))
     special = do.where(nan, number(math.nan), do.mul(code, number(math.inf)))
     return do.where(do.le(do.abs(code), number(float(levels))), value, special)
+
+
+def _fourth(x: Any, do: Any) -> Any:
+    """The fourth power of ``x`` with its sign."""
+    return do.mul(do.mul(x, do.abs(x)), do.mul(x, x))
 
 
 def _over(do: Any, divisor: Any) -> Any:
@@ -95,6 +100,11 @@ def _restored(code: Tensor, scale: Tensor, levels: int, root: bool) -> Tensor:
     return decoded(code, scale, torch, float, levels, root)
 
 
+def _fourth_power(code: Tensor) -> Tensor:
+    """The fourth power of fp32 ``code`` with its sign."""
+    return _fourth(code, torch)
+
+
 def _short_function(x: Tensor, name: str) -> Tensor:
     """``name`` of fp32 ``x``, elementwise."""
     return FORMS[name](x, torch, float)
@@ -102,8 +112,10 @@ def _short_function(x: Tensor, name: str) -> Tensor:
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("restored", _restored, _device)
+    _LIBRARY.impl("fourth_power", _fourth_power, _device)
     _LIBRARY.impl("short_function", _short_function, _device)
 torch.library.register_fake("hot::restored")(lambda code, scale, levels, root: code * scale)
+torch.library.register_fake("hot::fourth_power")(lambda code: code.abs())
 torch.library.register_fake("hot::short_function")(lambda x, name: x.abs())
 
 
@@ -127,7 +139,7 @@ def taught(register: Callable[[], None]) -> Callable[[], bool]:
 
 @taught
 def lowered() -> None:
-    """Teach Inductor the two operators."""
+    """Teach Inductor these operators."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
@@ -136,6 +148,10 @@ def lowered() -> None:
     @register_lowering(torch.ops.hot.short_function.default, type_promotion_kind=None)
     def _(x: Any, name: str) -> Any:
         return make_pointwise(lambda value: FORMS[name](value, ops, number))(x)
+
+    @register_lowering(torch.ops.hot.fourth_power.default, type_promotion_kind=None)
+    def _(code: Any) -> Any:
+        return make_pointwise(lambda value: _fourth(value, ops))(code)
 
     @register_lowering(torch.ops.hot.restored.default, broadcast=True, type_promotion_kind=None)
     def _(code: Any, scale: Any, levels: int, root: bool) -> Any:

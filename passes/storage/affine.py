@@ -1,28 +1,33 @@
 """Backward graph -> the same with affine maps by channel of restored images in one step.
 
-A batch norm's output is recomputed as ((x - mean) * rstd) * weight + bias. With the scale of the
-stored x, five vectors by channel are then read for every element, and a kernel that moves three
-bytes an element is bound by that: 66 us for images of a ResNet-50 whose bytes take 36 (H200). As
-x * a + b, with a and b worked out once a channel, there are three.
+A batch norm's output is recomputed as ((x - mean) * rstd) * weight + bias. With the scale and the
+mean of the stored x, six vectors by channel are then read for every element, and a kernel that
+moves three bytes an element is bound by that: 66 us for images of a ResNet-50 whose bytes take 36
+(H200). As x * a + b, with a and b worked out once a channel, there are two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CHANNEL_DIM, IMAGE_DIMS, aten
+from hot_compile.passes.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, aten, strip
 
 _STEPS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
+_SHAPED = {aten.view.default, aten.reshape.default}
 _FEWEST = 3
-"""Steps worth two vectors and a kernel that makes them."""
+"""Steps worth two vectors and a kernel that makes them, where none of them restores the image."""
+
+Steps = tuple[tuple[fx.Node, fx.Node], ...]
+"""(a step, its vector), each of the one before or of casts of it."""
 
 
 def fold_channel_steps(image: fx.Node) -> int:
-    """Fold, in place, every chain of steps by channel that begins at ``image``, a restored tensor.
+    """Fold, in place, every chain of steps by channel that goes on from ``image``, a restored
+    tensor, together with those that restore it.
 
     Returns how many were folded.
     """
@@ -30,29 +35,42 @@ def fold_channel_steps(image: fx.Node) -> int:
     channels = value.shape[CHANNEL_DIM] if value.dim() == IMAGE_DIMS else None
     if not isinstance(channels, int):
         return 0
-    done = 0
-    for user in list(image.users):
-        steps = list(_chain(image, user, channels))
-        if len(steps) >= _FEWEST:
-            _fold(image, steps)
-            done += 1
-    return done
+    start, restoring = _start(image, channels)
+    fewest = len(restoring) + (1 if restoring else _FEWEST)
+    found = [e for e in _ends(image, restoring, channels) if len(e[1]) >= fewest]
+    for end, steps in found:
+        _fold(start, end, steps)
+    return len(found)
 
 
-def _chain(image: fx.Node, step: fx.Node, channels: int) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(step, its vector), each step the only reader of the one before, all in fp32."""
-    before = image
+def _start(image: fx.Node, channels: int) -> tuple[fx.Node, Steps]:
+    """What ``image`` is made of by steps and casts, and these steps."""
+    node, steps = image, list[tuple[fx.Node, fx.Node]]()
     while True:
-        vector = _vector(step, before, channels)
+        before = strip(node, CASTS)
+        vector = _vector(before, before.args[0], channels) if before.target in _STEPS else None
         if vector is None:
-            return
-        yield step, vector
-        if len(step.users) != 1:
-            return
-        before, step = step, next(iter(step.users))
+            return (before if steps else image), tuple(reversed(steps))
+        steps.append((before, vector))
+        node = before.args[0]  # type: ignore[assignment]
 
 
-def _vector(step: fx.Node, before: fx.Node, channels: int) -> fx.Node | None:
+def _ends(node: fx.Node, steps: Steps, channels: int) -> Iterator[tuple[fx.Node, Steps]]:
+    """Whatever else than a step or a cast reads, and the steps it takes to get there."""
+    read = False
+    for user in node.users:
+        vector = _vector(user, node, channels)
+        if vector is not None:
+            yield from _ends(user, (*steps, (user, vector)), channels)
+        elif user.target in CASTS and user.meta["val"].is_floating_point():
+            yield from _ends(user, steps, channels)
+        else:
+            read = True
+    if read:
+        yield node, steps
+
+
+def _vector(step: fx.Node, before: object, channels: int) -> fx.Node | None:
     """What ``step`` adds to ``before``, takes from it or multiplies it by, if it is by channel."""
     if step.target not in _STEPS or len(step.args) != 2 or step.kwargs:
         return None
@@ -66,9 +84,19 @@ def _vector(step: fx.Node, before: fx.Node, channels: int) -> fx.Node | None:
     return right if fp32 and sizes[-IMAGE_DIMS:] == (1, channels, 1, 1) else None
 
 
-def _fold(image: fx.Node, steps: list[tuple[fx.Node, fx.Node]]) -> None:
-    end = steps[-1][0]
+def _fold(start: fx.Node, end: fx.Node, steps: Steps) -> None:
     emit = Emitter(end.graph, end, end)
+    factor, offset = _map(emit, steps)
+    result = emit.cast(start, torch.float32)
+    if factor is not None:
+        result = emit(aten.mul.Tensor, result, emit.from_memory(factor))
+    if offset is not None:
+        result = emit(aten.add.Tensor, result, emit.from_memory(offset))
+    end.replace_all_uses_with(emit.cast(result, end.meta["val"].dtype))
+
+
+def _map(emit: Emitter, steps: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Node | None]:
+    """[factor, offset] that all ``steps`` are together; None for 1 and 0."""
     factor: fx.Node | None = None
     offset: fx.Node | None = None
     for step, vector in steps:
@@ -77,11 +105,8 @@ def _fold(image: fx.Node, steps: list[tuple[fx.Node, fx.Node]]) -> None:
             offset = offset and emit(aten.mul.Tensor, offset, vector)
         elif offset is None:
             offset = vector if step.target is aten.add.Tensor else emit(aten.neg.default, vector)
+        elif step.target is aten.sub.Tensor and strip(offset, _SHAPED) is strip(vector, _SHAPED):
+            offset = None  # the mean that was stored, and the norm's: one tensor
         else:
             offset = emit(step.target, offset, vector)
-    result = emit.cast(image, torch.float32)
-    if factor is not None:
-        result = emit(aten.mul.Tensor, result, emit.from_memory(factor))
-    if offset is not None:
-        result = emit(aten.add.Tensor, result, emit.from_memory(offset))
-    end.replace_all_uses_with(result)
+    return [factor, offset]

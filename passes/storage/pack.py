@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.graph import aten
+from hot_compile.passes.graph import CHANNEL_DIM, aten
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme, Unit
 from hot_compile.runtime import coding, planes, pointwise
@@ -61,13 +61,16 @@ def pack(
         width = emit(aten.amax.default, _finite_size(emit, values), list(layout.over), True)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
-    if unit is Unit.CHANNEL:  # found in another kernel than the one that applies it
+    levels, by_channel = scheme.spec.levels, unit is Unit.CHANNEL
+    if by_channel:  # found in another kernel than the one that applies it
         reciprocal = emit.from_memory(reciprocal)
-    code = _code(emit, values, reciprocal, scheme.spec.levels)
+    code = _code(emit, values, reciprocal, levels, finite=by_channel)
     if mask is not None:
         lowest = emit.cast(_cut(emit, mask, layout), torch.int32)
         code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2), lowest)
-    if unit is not Unit.CHANNEL:
+    if by_channel:  # of a code's fourth power, not of its share's
+        scale = emit(aten.mul.Tensor, scale, levels**-4.0)
+    else:
         scale = emit.cast(scale, torch.bfloat16)
     return emit.cast(code, torch.int8), scale, *centre
 
@@ -76,6 +79,8 @@ def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Sche
     """Node that has ``like``'s shape, dtype and order of strides, from what ``pack`` made."""
     if scheme is Scheme.EXACT:
         return parts[0]
+    if scheme.spec.unit is Unit.CHANNEL:
+        return _restore_channels(emit, parts, like, scheme)
     flat = emit.cast(_restore(emit, parts, scheme), like.dtype)
     return _laid_out(emit, flat, parts[0], like, scheme)
 
@@ -145,11 +150,33 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
     if scheme in _SHARING:
         return _SHARING[scheme].restore(emit, *parts)
     code, scale, *centre = parts
-    if scheme is not scheme.plain:
-        wide = emit.cast(code, torch.int32)
-        code = emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
-    values = _decode(emit, code, scale, scheme.spec.levels)
+    values = _decode(emit, _without_mask(emit, code, scheme), scale, scheme.spec.levels)
     return emit(aten.add.Tensor, values, centre[0]) if centre else values
+
+
+def _restore_channels(
+    emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Scheme
+) -> fx.Node:
+    """Scale and mean as steps by channel, which ``affine`` makes one with those that follow.
+
+    A channel that is not finite has a scale of NaN, so no code need say so.
+    """
+    code, scale, mean = parts
+    pointwise.lowered()
+    number = _number(emit, _without_mask(emit, code, scheme))
+    power = emit(torch.ops.hot.fourth_power.default, number)
+    image = _laid_out(emit, power, code, like, scheme)
+    shape = [1, emit.size(image, CHANNEL_DIM), *[1] * (like.dim() - 2)]
+    for op, vector in ((aten.mul.Tensor, scale), (aten.add.Tensor, mean)):
+        image = emit(op, image, emit(aten.reshape.default, vector, shape))
+    return emit.cast(image, like.dtype)
+
+
+def _without_mask(emit: Emitter, code: fx.Node, scheme: Scheme) -> fx.Node:
+    if scheme is scheme.plain:
+        return code
+    wide = emit.cast(code, torch.int32)
+    return emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
 
 
 def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
@@ -157,10 +184,11 @@ def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
 
 
 def _code(
-    emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int, root: bool = True
-) -> fx.Node:
+    emit: Emitter, values: fx.Node, reciprocal: fx.Node, levels: int, root: bool = True,
+    finite: bool = False,
+) -> fx.Node:  # fmt: skip
     """What ``coding._code`` says; int32."""
-    return emit(torch.ops.hot.code.default, values, reciprocal, levels, root)
+    return emit(torch.ops.hot.code.default, values, reciprocal, levels, root, finite)
 
 
 def _number(emit: Emitter, code: fx.Node) -> fx.Node:
@@ -189,12 +217,31 @@ def _centred(
     """
     dims = list(over)
     mean = emit(aten.mean.dim, values, dims, True) if mean is None else mean
-    high = emit(aten.amax.default, values, dims, True)
-    low = emit(aten.amin.default, values, dims, True)
+    high, low = _extremes(emit, values, dims)
     above, below = emit(aten.sub.Tensor, high, mean), emit(aten.sub.Tensor, mean, low)
     width = emit(aten.maximum.default, above, below)
     mean = emit.from_memory(mean)
     return emit(aten.sub.Tensor, values, mean), width, (mean,)
+
+
+def _extremes(emit: Emitter, values: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
+    """(the largest of ``values``, the smallest); one of them NaN where there is one.
+
+    A GPU compares whole numbers in one instruction, fp32 in four, for the sake of NaN.
+    """
+    kinds = aten.amax.default, aten.amin.default
+    if not _on_gpu(values):
+        high, low = (emit(kind, values, dims, True) for kind in kinds)
+        return high, low
+    order = _in_order(emit, _as_int(emit, values))
+    high, low = (_in_order(emit, emit(kind, order, dims, True)) for kind in kinds)
+    return _as_float(emit, high), _as_float(emit, low)
+
+
+def _in_order(emit: Emitter, bits: fx.Node) -> fx.Node:
+    """fp32's bits as int32 that have fp32's order, NaN outermost; and these as fp32's bits."""
+    sign = emit(_RIGHT, bits, 31)
+    return emit(aten.bitwise_xor.Tensor, bits, emit(aten.bitwise_and.Scalar, sign, 0x7FFFFFFF))
 
 
 def _less_column_means(

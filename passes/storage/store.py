@@ -31,7 +31,7 @@ from hot_compile.passes.graph import (
 )
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.crossers import Crosser, Mask
+from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.normalised import summed_by_softmax
 from hot_compile.passes.storage.pack import pack, totals, unpack, unpack_mask
@@ -81,6 +81,7 @@ class _Edit:
         saved = returned(forward)[num_fwd_outputs:]
         self._slots: list[list[Any]] = [[value] for value in saved]
         self._slot_of = dict(zip(saved, self._slots, strict=True))
+        self._arriving = dict(saved_pairs(forward, backward, num_fwd_outputs))
         self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
 
@@ -130,6 +131,8 @@ class _Edit:
         stored = in_order(emit, saved)
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
         parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
+        there = () if mean is None or mean not in self._arriving else (self._arriving[mean],)
+        parts = parts[: len(parts) - len(there)]  # the backward has the mean anyway
         shares = _share_of_sum(emit, saved, stored, parts, scheme)
         if host:
             parts = emit.parts(emit(hot.to_host.default, list(parts), 0))
@@ -137,8 +140,8 @@ class _Edit:
         kept = shares and self._placeholder(shares, beside)
         emit = Emitter(self._backward, min(wanted.users), wanted)
         if host:
-            arriving = self._arriving(emit, arriving, stored.meta["val"].device)
-        value = unpack(emit, arriving, stored.meta["val"], scheme)
+            arriving = self._fetched(emit, arriving, stored.meta["val"].device)
+        value = unpack(emit, (*arriving, *there), stored.meta["val"], scheme)
         if kept:
             value = emit(aten.mul.Tensor, value, emit.cast(kept, value.meta["val"].dtype))
         wanted.replace_all_uses_with(value)
@@ -150,7 +153,7 @@ class _Edit:
             self._restored.append(outcome)
         return parts if shares is None else (*parts, shares)
 
-    def _arriving(
+    def _fetched(
         self, emit: Emitter, kept: tuple[fx.Node, ...], device: torch.device
     ) -> tuple[fx.Node, ...]:
         """What waits in host memory, on ``device`` again."""

@@ -65,14 +65,42 @@ def test_a_norm_is_one_multiplication_and_one_sum(tensors, dtype):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # fp32, in another order
 
 
-def test_what_others_read_in_between_ends_the_chain(tensors):
+def test_what_others_read_in_between_stays(tensors):
     def norm(call, x, mean, rstd, weight, bias):
         centred = call(SUB, x, mean)
         scaled = call(MUL, call(MUL, centred, rstd), weight)
         return call(ADD, call(ADD, scaled, bias), centred)
 
-    _graph, image = graph_of(norm, tensors)
-    assert fold_channel_steps(image) == 0
+    graph, image = graph_of(norm, tensors)
+    want = run(graph, tensors)
+    assert fold_channel_steps(image) == 1
+    graph.eliminate_dead_code()
+    assert [n.target for n in image.users] == [SUB, MUL]
+    torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_restores_an_image_goes_into_every_chain(tensors, same):
+    """And the mean that is added to be taken away again is neither, if it is one tensor."""
+
+    def norm(call, code, mean, rstd, weight, other):
+        power = call(torch.ops.hot.fourth_power.default, code)
+        image = call(ADD, call(MUL, power, rstd), mean)
+        image = call(torch.ops.prims.convert_element_type.default, image, torch.float64)
+        image = call(torch.ops.prims.convert_element_type.default, image, torch.float32)
+        centred = call(SUB, image, mean if same else other)
+        read = call(aten.relu.default, call(MUL, centred, weight))
+        return call(MUL, centred, read)
+
+    graph, _ = graph_of(norm, tensors)
+    want = run(graph, tensors)
+    (image,) = (n for n in graph.nodes if n.target is ADD)
+    assert fold_channel_steps(image) == 2
+    graph.eliminate_dead_code()
+    graph.lint()
+    assert count(graph, (ADD, SUB)) == (0 if same else 2)
+    assert count(graph, (MUL,)) == 3
+    torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

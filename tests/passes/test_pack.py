@@ -14,6 +14,7 @@ from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.runtime import planes
 
 
 def quickly(quick, *values):
@@ -49,6 +50,15 @@ def masked_round_trip(x, mask, scheme, compiled=False):
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert sum(part.nbytes for part in stored) == packed_bytes(value, scheme)
     return stored, y, outcome
+
+
+def restored(scheme, parts, like):
+    """Of packed ``parts``, by a GPU's operators."""
+    if scheme is Scheme.INT4:
+        return torch.ops.hot.restored_nibbles(*parts).view_as(like)
+    spec, levels = scheme.spec, scheme.spec.levels or planes.STEPS12
+    args = spec.pieces, levels, scheme is Scheme.GROUPS6
+    return torch.ops.hot.restored_planes(*parts, *args).view_as(like)
 
 
 def groups_of(x, scheme):
@@ -161,6 +171,21 @@ def test_a_channel_keeps_its_deviation_whatever_its_mean(layout, mean):
     assert (error < deviation * 0.03**2).all()
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_a_channel_that_is_not_finite_is_lost_and_no_other(monkeypatch, as_on_gpu):
+    """As a batch norm loses it; whichever way the largest and the smallest are found."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 8, 6, 5) - 1
+    _, want = round_trip(x, Scheme.CHANNELS8)
+    monkeypatch.setattr(packing, "_on_gpu", lambda _: as_on_gpu)
+    odd = x.clone()
+    for channel, value in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
+        odd[3, channel, 2, 1] = value
+    _, got = round_trip(odd, Scheme.CHANNELS8)
+    assert not got[:, :4].isfinite().any()
+    assert torch.equal(got[:, 4:], want[:, 4:])
+
+
 @pytest.mark.parametrize("shape", [(512, 64), (16, 32, 64), (4, 8, 16, 64)])
 @pytest.mark.parametrize("mean", [0.0, 3.0, 100.0, -1e4])
 def test_a_row_keeps_its_deviation_from_what_all_have_in_common(shape, mean):
@@ -268,10 +293,10 @@ def test_a_gpus_form_restores_the_same(scheme, layout, compiled, monkeypatch):
     mine, y = round_trip(x, scheme)
     monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
     theirs, z = round_trip(x, scheme, compiled)
-    planes = scheme in PLANES
-    codes = [torch.int16, torch.uint8] if planes else [torch.int8]
+    in_planes = scheme in PLANES
+    codes = [torch.int16, torch.uint8] if in_planes else [torch.int8]
     assert [t.dtype for t in theirs][:-1] == codes
-    assert len(mine) == len(theirs) + planes
+    assert len(mine) == len(theirs) + in_planes
     same = (y == z) | (y.isnan() & z.isnan())
     assert (~same).float().mean() < 1e-3
     assert torch.equal(y.isfinite(), z.isfinite())
@@ -297,6 +322,28 @@ def test_a_gpus_operators_restore_the_same_bits(scheme, layout, compiled, monkey
     assert all(map(torch.equal, mine, theirs))
     assert torch.equal(y, z)
     assert y.stride() == z.stride() == x.stride()
+
+
+@pytest.mark.parametrize(("head", "by_index"), [(128, True), (64, True), (96, False)])
+@pytest.mark.parametrize("scheme", [*PLANES, Scheme.INT4])
+def test_rows_within_groups_are_read_by_index(scheme, head, by_index, monkeypatch):
+    """As a norm over a head's channels does: a sum over a row and one over all rows, compiled."""
+    monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
+    calls, own = [], planes._Place._by_index
+    monkeypatch.setattr(planes._Place, "_by_index", lambda *a: calls.append(1) or own(*a))
+    x = values((24, 4 * 96 * 4), torch.float32, seed=4, spread=2.0)
+    stored, y = round_trip(x, scheme)
+
+    def sums(*parts):
+        rows = restored(scheme, parts, x).view(24, -1, head)
+        return rows.square().sum(-1), rows.sum((0, 1))
+
+    with torch._inductor.config.patch(realize_opcount_threshold=planes.RESTORED_OPERATIONS):
+        got = torch.compile(sums, dynamic=False)(*stored)
+    rows = y.view(24, -1, head)
+    for mine, want in zip(got, (rows.square().sum(-1), rows.sum((0, 1))), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-3)  # another order of sums
+    assert bool(calls) == by_index
 
 
 def test_a_gpus_operators_keep_their_contracts():
