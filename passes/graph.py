@@ -29,6 +29,17 @@ VIEWS = {
     aten.alias.default,
     *TRANSPOSES,
 }
+RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.alias.default,
+}
+"""They leave all elements, and leave them in their order."""
 PADS = {aten.constant_pad_nd.default}
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 PARTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}

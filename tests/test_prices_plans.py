@@ -63,10 +63,11 @@ DEVICES = {
     ),
 }
 PRODUCTS = {
-    "ViT": (128 * 197, 768, 3072),
-    "Llama": (4 * 2048, 2048, 2048),
-    "MLP": (4 * 2048, 2048, 5504),
+    "ViT": (128 * 197, 768, 3072, True),
+    "Llama": (4 * 2048, 2048, 2048, False),
+    "MLP": (4 * 2048, 2048, 5504, False),
 }
+"""Rows, width, hidden width, and whether there are biases."""
 
 
 @pytest.fixture
@@ -80,10 +81,11 @@ def file_of(rates_folder):
     return save
 
 
-def two(rows, width, hidden):
+def two(rows, width, hidden, bias=True):
     def make(batch):
-        layers = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.ReLU()
-        return nn.Sequential(*layers), (torch.empty(batch, rows, width),)
+        up, down = nn.Linear(width, hidden, bias), nn.Linear(hidden, width, bias)
+        model = nn.Sequential(up, nn.GELU(), down, nn.ReLU())
+        return model, (torch.empty(batch, rows, width),)
 
     return make
 

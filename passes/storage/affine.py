@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, aten, strip
+from hot_compile.passes.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, RESHAPES, aten, strip
 
 _STEPS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
-_SHAPED = {aten.view.default, aten.reshape.default}
 _FEWEST = 3
 """Steps worth two vectors and a kernel that makes them, where none of them restores the image."""
 
@@ -105,7 +104,7 @@ def _map(emit: Emitter, steps: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Nod
             offset = offset and emit(aten.mul.Tensor, offset, vector)
         elif offset is None:
             offset = vector if step.target is aten.add.Tensor else emit(aten.neg.default, vector)
-        elif step.target is aten.sub.Tensor and strip(offset, _SHAPED) is strip(vector, _SHAPED):
+        elif step.target is aten.sub.Tensor and strip(offset, RESHAPES) is strip(vector, RESHAPES):
             offset = None  # the mean that was stored, and the norm's: one tensor
         else:
             offset = emit(step.target, offset, vector)

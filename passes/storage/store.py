@@ -20,6 +20,7 @@ from hot_compile.passes.emit import Emitter, refresh
 from hot_compile.passes.graph import (
     CASTS,
     CHANNEL_DIM,
+    RESHAPES,
     VIEWS,
     aten,
     is_ours,
@@ -55,7 +56,7 @@ def store(
 
     Both graphs change in place. Returns for each of them what the forward keeps in its place.
     """
-    edit = _Edit(forward, backward, num_fwd_outputs)
+    edit = _Edit(forward, backward, num_fwd_outputs, {c.saved for c in chosen.keys() | hosted})
     carried = {c.own_mask for c, scheme in chosen.items() if scheme is not scheme.plain}
     stored: dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]] = {}
     exact = sorted(hosted - chosen.keys(), key=lambda crosser: crosser.saved)
@@ -74,14 +75,18 @@ def store(
 class _Edit:
     """The forward's outputs and the backward's placeholders, changed in step."""
 
-    def __init__(self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> None:
+    def __init__(
+        self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, leave: Set[fx.Node]
+    ) -> None:
+        """``leave``: what the forward will not save as it is."""
         self._forward, self._backward = forward, backward
         self._user_outputs = num_fwd_outputs
         self._output = forward.output_node()
         saved = returned(forward)[num_fwd_outputs:]
         self._slots: list[list[Any]] = [[value] for value in saved]
         self._slot_of = dict(zip(saved, self._slots, strict=True))
-        self._arriving = dict(saved_pairs(forward, backward, num_fwd_outputs))
+        pairs = saved_pairs(forward, backward, num_fwd_outputs)
+        self._arriving = {strip(s, RESHAPES): there for s, there in pairs if s not in leave}
         self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
 

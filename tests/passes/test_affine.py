@@ -88,7 +88,9 @@ def test_what_restores_an_image_goes_into_every_chain(tensors, same):
         image = call(ADD, call(MUL, power, rstd), mean)
         image = call(torch.ops.prims.convert_element_type.default, image, torch.float64)
         image = call(torch.ops.prims.convert_element_type.default, image, torch.float32)
-        centred = call(SUB, image, mean if same else other)
+        flat = call(aten.squeeze.dims, mean, [0, 2, 3])
+        again = call(aten.unsqueeze.default, call(aten.unsqueeze.default, flat, 1), 1)
+        centred = call(SUB, image, again if same else other)
         read = call(aten.relu.default, call(MUL, centred, weight))
         return call(MUL, centred, read)
 

@@ -299,8 +299,12 @@ def test_lowered_steps_are_the_same(device, dynamic, options):
     # without a convolution on a GPU: cuDNN takes another algorithm from one compilation to the next
     model, x = Net(conv=device == "cpu").to(device), torch.randn(2, 8, 5, 40, device=device)
     given = {"options": options, "lower": True, "dynamic": dynamic}
-    want = gradients(model, x, gathered=False, **given)
-    assert_same(gradients(model, x, **given), want)
+    want, got = gradients(model, x, gathered=False, **given), gradients(model, x, **given)
+    if device == "cpu" or not dynamic:
+        assert_same(got, want)
+    for mine, theirs in zip(got, want, strict=True):
+        # a GPU's reductions over symbolic sizes add up in another order beside other neighbours
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_what_is_lowered_calls_at_most_twice_a_layer():
