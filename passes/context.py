@@ -14,6 +14,7 @@ from hot_compile.passes.cost.linear import Pricing, Rates
 from hot_compile.passes.cost.storing import (
     StoragePrice,
     host_seconds,
+    host_storing_seconds,
     restored_by_readers,
     storing_seconds,
 )
@@ -77,9 +78,12 @@ class Context:
         known = {device: self.rates(device) for device in set(devices.values())}
         return {node: known[device] for node, device in devices.items()}
 
-    def storage_prices(self, found: Sequence[Crosser]) -> StoragePrice:
-        """What says how many seconds storing one of ``found`` costs a step."""
-        return self._prices(found, storing_seconds)
+    def storage_prices(self, found: Sequence[Crosser], by_launch: bool = False) -> StoragePrice:
+        """What says how many seconds storing one of ``found`` costs a step.
+
+        ``by_launch``: one whose device waits for its host.
+        """
+        return self._prices(found, host_storing_seconds if by_launch else storing_seconds)
 
     def host_prices(self, found: Sequence[Crosser]) -> StoragePrice:
         """What says how many seconds one of ``found`` is under way to host memory and back.

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.config import Memory
 from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.context import Context
+from hot_compile.passes.cost.step import StepTime
 from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.measure.observe import Observation, observe_stored, unobserved
 from hot_compile.passes.measure.stored import fed_by
@@ -86,7 +87,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         self.intended: Plan | None = None
         """The plan, also where the graph was left exact to be observed."""
         self.cancelled = NOTHING_CANCELLED
-        self.step_seconds: float | None = None
+        self.step: StepTime | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
@@ -97,7 +98,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
         self._run(HEADS, joint)
-        self.step_seconds = joint.step_seconds
+        self.step = joint.step
         observed = context.observation is not None
         if self._run(OBSERVED if observed else JOINT, joint):
             self.intended, self.cancelled = joint.plan, joint.cancelled
@@ -254,7 +255,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             backward,
             outputs,
             kept,
-            step_seconds=self._joint.step_seconds,
+            step=self._joint.step,
         )
 
     def _show_crossing(
@@ -294,7 +295,9 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             return functorch_config.patch(
                 ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
             )
-        stores = config.memory not in (Memory.OFF, Memory.FREE)  # recomputing is not for free
+        # recomputing is not for free, nor are its launches where the device waits for them
+        stores = config.memory not in (Memory.OFF, Memory.FREE)
+        stores &= self._joint.step is None or not self._joint.step.waits_for_host
         changed = plan is not None and (plan.rewritten or stores)
         recompute = changed and config.recompute if way is None else way.recompute
         if not recompute:

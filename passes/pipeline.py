@@ -20,7 +20,7 @@ from torch import fx
 from hot_compile.config import Memory
 from hot_compile.passes.centring import centred, mark
 from hot_compile.passes.context import Context
-from hot_compile.passes.cost.step import SLACK, step_seconds
+from hot_compile.passes.cost.step import SLACK, StepTime, step_time
 from hot_compile.passes.cost.storing import (
     StoragePrice,
     rows_seconds,
@@ -102,7 +102,7 @@ class Joint:
     cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
-    step_seconds: float | None = None
+    step: StepTime | None = None
     """About what a step takes as it comes, where storing is to be measured against that."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
 
@@ -110,7 +110,7 @@ class Joint:
 def _duration(joint: Joint) -> int:
     context, config = joint.context, joint.context.config
     if config.memory is Memory.AUTO and config.memory_budget is None:
-        joint.step_seconds = step_seconds(joint.graph, context.rates)
+        joint.step = step_time(joint.graph, context.rates, context.captured)
     return 0
 
 
@@ -222,7 +222,7 @@ class Partitioned:
     """Where there is a budget of the step's peak: how the graph was cut to stay within it."""
     met: Met | None = None
     """How that is met, as predicted."""
-    step_seconds: float | None = None
+    step: StepTime | None = None
     """About what a step takes as it comes, where storing is to be measured against that."""
 
     @property
@@ -292,7 +292,8 @@ def _crossers(cut: Partitioned) -> int:
 
 def _plan_storage(cut: Partitioned) -> int:
     if cut.plan is not None and (cut.stores or cut.fit is not None):
-        config, price = cut.context.config, cut.context.storage_prices(cut.found)
+        by_launch = cut.step is not None and cut.step.waits_for_host
+        config, price = cut.context.config, cut.context.storage_prices(cut.found, by_launch)
         cut.names = _names(cut)
         measured = _measured(cut)
         cut.fewest = _fewest(cut, measured)
@@ -300,8 +301,8 @@ def _plan_storage(cut: Partitioned) -> int:
         if cut.fit is None:
             every = plan_storage(cut.found, config, price, won, measured, cut.fewest)
             cut.chosen = every
-            if cut.step_seconds is not None:
-                cut.chosen = worth_it(every, price, won + SLACK * cut.step_seconds)
+            if cut.step is not None:
+                cut.chosen = worth_it(every, price, won + SLACK * cut.step.seconds)
             cut.too_dear = every.keys() - cut.chosen.keys()
         else:
             _within(cut, cut.fit, price, measured)

@@ -28,6 +28,12 @@ StoragePrice = Callable[[Crosser, Scheme], float | None]
 _SAME = VIEWS | CASTS
 _FUSED = REDUCTIONS | {aten.clone.default, aten.cat.default, aten.embedding.default}
 _MASK_BITS = 8
+LAUNCH = 1.5
+"""Calls of an operator, as ``hot-compile tune`` times them, that a kernel's launch takes the host
+in Inductor's code, its result's allocation included: 1.1 to 2.1 on five machines."""
+_BY_CHANNEL = 3
+"""Small kernels that make scales of channels in the forward, and vectors of them in the backward: a
+ResNet-50's 53 images took 170 launches besides those that work out its ReLUs again."""
 
 
 def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
@@ -43,6 +49,16 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(whole, held, rates)
     return packed + restored
+
+
+def host_storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
+    """The same of a step whose device waits for its host: the launches of the kernels, about, that
+    it has more for ``crosser``."""
+    if scheme is Scheme.EXACT:
+        return 0.0
+    alone = not _packed_by_another(crosser, scheme, rates)
+    alone += not restored_by_readers(crosser, scheme, rates)
+    return (alone + _BY_CHANNEL * (scheme.spec.unit is Unit.CHANNEL)) * LAUNCH * rates.launch
 
 
 def host_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float | None:
@@ -95,20 +111,20 @@ def _packed_by_another(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
     largest value is found where a batch norm's sums are.
     """
     unit = scheme.spec.unit
-    readers = list(_readers(crosser.saved))
+    found = list(readers(crosser.saved))
     if unit.centred:
-        return any(reader.target in REDUCTIONS for reader in readers)
+        return any(reader.target in REDUCTIONS for reader in found)
     if unit is Unit.GROUP:
         in_pieces = rates.asynchronous and not fuses(_maker(crosser.saved))
-        return in_pieces and any(map(fuses, readers))
-    return fuses(_maker(crosser.saved)) or any(map(fuses, readers))
+        return in_pieces and any(map(fuses, found))
+    return fuses(_maker(crosser.saved)) or any(map(fuses, found))
 
 
 def restored_by_readers(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
     """Every reader is a kernel of Inductor's. A CPU's puts a group's pieces together on its own."""
     if scheme.spec.unit is Unit.GROUP and scheme.spec.bits != 8 and not rates.asynchronous:
         return False
-    return all(map(fuses, _readers(crosser.restored)))
+    return all(map(fuses, readers(crosser.restored)))
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -117,11 +133,11 @@ def _maker(node: fx.Node) -> fx.Node:
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def readers(node: fx.Node) -> Iterator[fx.Node]:
     """What computes with ``node``'s values in its graph."""
     for user in node.users:
         if user.target in _SAME:
-            yield from _readers(user)
+            yield from readers(user)
         elif user.op != "output":
             yield user
 

@@ -302,9 +302,11 @@ def test_lowered_steps_are_the_same(device, dynamic, options):
     want, got = gradients(model, x, gathered=False, **given), gradients(model, x, **given)
     if device == "cpu" or not dynamic:
         assert_same(got, want)
+    # a GPU's reductions over symbolic sizes add up in another order beside other neighbours, after
+    # which a few numbers have another INT8 code
+    close = 2e-3 if "forward" in options else 1e-5
     for mine, theirs in zip(got, want, strict=True):
-        # a GPU's reductions over symbolic sizes add up in another order beside other neighbours
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+        assert (mine - theirs).norm() <= close * theirs.norm()
 
 
 def test_what_is_lowered_calls_at_most_twice_a_layer():

@@ -1,0 +1,101 @@
+"""How long a step is thought to take, and what it may take longer where it waits for its host."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import fx, nn
+
+from hot_compile.passes import hooks, pipeline
+from hot_compile.passes.cost import tuned
+from hot_compile.passes.cost.devices import RATES
+from hot_compile.passes.cost.step import SLACK, StepTime, step_time
+from hot_compile.passes.graph import aten
+from hot_compile.planning import predict
+
+A100, H200 = RATES["sm80"], RATES["sm90"]
+
+
+def test_a_step_is_its_products_and_what_they_move():
+    rates = A100
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"], b.meta["val"] = (torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    product = graph.call_function(aten.mm.default, (a, b))
+    graph.call_function(aten.relu.default, (product,)).meta["val"] = a.meta["val"]
+    product.meta["val"] = a.meta["val"]
+    expected = 2 * 64**3 / rates.exact["bfloat16"] + 2 * 3 * 64 * 64 * 2 / rates.copy
+    step = step_time(graph, lambda _: rates)
+    assert step.device == pytest.approx(expected)
+    assert step.host == pytest.approx(1.5 * rates.launch)  # the product's; nobody reads the other
+    assert step.waits_for_host
+    assert step.seconds == step.host
+    assert step_time(graph, lambda _: rates, captured=True) == StepTime(step.device, 0.0)
+    assert step_time(graph, lambda _: None) is None
+    assert step_time(graph, lambda _: RATES["cpu"]) is None
+    assert step_time(fx.Graph(), lambda _: rates) is None
+    assert 0 < SLACK <= 0.03, "the bar: never more than 3 % slower than stock"
+
+
+def test_what_torch_does_not_count_makes_a_step_shorter_only():
+    rates, graph = A100, fx.Graph()
+    q, k = graph.placeholder("q"), graph.placeholder("k")
+    q.meta["val"], k.meta["val"] = torch.empty(1, 4, 64, 32), torch.empty(3, 2, 64, 32)
+    attention = aten._scaled_dot_product_efficient_attention.default
+    odd = graph.call_function(attention, (q, k, k, None, True))
+    odd.meta["val"] = (q.meta["val"], torch.empty(1, 4, 64))
+    moved = sum(t.nbytes for t in (q.meta["val"], k.meta["val"], k.meta["val"]))
+    moved += sum(t.nbytes for t in odd.meta["val"])
+    assert step_time(graph, lambda _: rates).device == pytest.approx(2 * moved / rates.copy)
+
+
+def images(batch):
+    """Batch norms between convolutions, of sizes that halve: the first images hold most bytes."""
+    parts, size = [], 4
+    for _ in range(4):
+        parts += nn.Conv2d(size, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+        size = 16
+    return nn.Sequential(*parts), (torch.empty(batch, 4, 64, 64),)
+
+
+@pytest.fixture
+def predicted(rates_folder):
+    """What ``predict`` says of ``images`` on an H200 whose host takes so long for a call."""
+
+    def plan(launch, **options):
+        rates = dataclasses.replace(H200, launch=launch)
+        path = tuned.save(torch.device("cpu"), rates).rename(rates_folder / "mine.json")
+        (graph,) = predict(images, 256, str(path), "bf16", options=options).graphs
+        return graph
+
+    return plan
+
+
+def stored(graph):
+    return {c.name: c.bytes_before for c in graph.crossing if c.scheme != "exact"}
+
+
+def test_a_step_that_waits_for_its_host_is_spared_launches(predicted):
+    """It stores what frees most bytes a launch, and leaves the rest, saying why."""
+    slow = predicted(1e-3)
+    left = {c.name: c.bytes_before for c in slow.crossing if c.reason == pipeline.TOO_DEAR}
+    assert left
+    assert max(left.values()) <= max(stored(slow).values())
+    assert 0 < slow.storing_seconds < 4 * 1.5e-3  # a few launches are all it may take
+    every = predicted(1e-3, memory="all")
+    assert every.held_bytes < slow.held_bytes
+    assert len(stored(every)) > len(stored(slow))
+
+
+@pytest.mark.parametrize(("launch", "recomputes"), [(1e-9, True), (1e-3, False)])
+def test_nor_does_it_recompute_what_a_library_reads(predicted, monkeypatch, launch, recomputes):
+    seen, own = [], hooks.Partitioner._recomputation
+
+    def look(*args):
+        with own(*args):
+            seen.append(not torch._functorch.config.ban_recompute_materialized_backward)
+        return own(*args)
+
+    monkeypatch.setattr(hooks.Partitioner, "_recomputation", look)
+    predicted(launch)
+    assert seen == [recomputes]
