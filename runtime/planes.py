@@ -244,7 +244,7 @@ class _Place:
         from torch._inductor.virtualized import ops
         from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-        group = FloorDiv(linear, self._block * self._pieces)
+        group: Any = FloorDiv(linear, self._block * self._pieces)
         word = group * self._block + ModularIndexing(linear, 1, self._block)
         if self._lanes > 1:
             group = group * self._lanes + ModularIndexing(linear, 1, self._lanes)

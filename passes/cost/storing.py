@@ -56,9 +56,10 @@ def host_storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> floa
     it has more for ``crosser``."""
     if scheme is Scheme.EXACT:
         return 0.0
-    alone = not _packed_by_another(crosser, scheme, rates)
-    alone += not restored_by_readers(crosser, scheme, rates)
-    return (alone + _BY_CHANNEL * (scheme.spec.unit is Unit.CHANNEL)) * LAUNCH * rates.launch
+    more = _BY_CHANNEL if scheme.spec.unit is Unit.CHANNEL else 0
+    more += not _packed_by_another(crosser, scheme, rates)
+    more += not restored_by_readers(crosser, scheme, rates)
+    return more * LAUNCH * rates.launch
 
 
 def host_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float | None:
