@@ -15,7 +15,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -160,8 +160,15 @@ def kernels(code: str) -> Iterator[tuple[str, str, dict[str, str]]]:
         yield match[1], match[0], dict(re.findall(r"'(\w+)': '([^']+)'", signature))
 
 
-def compiled(name: str, source: str, types: dict[str, str], block: int, target: GPUTarget) -> bytes:
-    """The kernel's cubin."""
+def compiled(
+    name: str,
+    source: str,
+    types: Mapping[str, str],
+    constants: Mapping[str, int],
+    target: GPUTarget,
+    warps: int = WARPS,
+) -> bytes:
+    """The kernel's cubin. ``constants``: sizes of its blocks, as Inductor's autotuning tries."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
         path.write_text(HEAD + source)
@@ -170,15 +177,16 @@ def compiled(name: str, source: str, types: dict[str, str], block: int, target: 
         assert spec.loader is not None
         module: ModuleType = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        signature = {name: types[name] for name in getattr(module, name).arg_names}
+        names = getattr(module, name).arg_names
+        signature = {name: types.get(name, "constexpr") for name in names}
         places = [n for n, kind in enumerate(signature.values()) if kind != "constexpr"]
         ast = ASTSource(
             getattr(module, name),
             signature,
-            constexprs={"XBLOCK": block},
+            constexprs={key: n for key, n in constants.items() if key in signature},
             attrs={(n,): [["tt.divisibility", 16]] for n in places},
         )
-        return bytes(triton.compile(ast, target, {"num_warps": WARPS}).asm["cubin"])
+        return bytes(triton.compile(ast, target, {"num_warps": warps}).asm["cubin"])
 
 
 def instructions(cubin: bytes) -> int:
@@ -203,7 +211,7 @@ def count(what: str, scheme: Scheme, code: str, elements: int, target: GPUTarget
         programs = int(re.findall(r"xnumel = (\d+)", source)[0])
         block = max(1, 1024 * programs // elements)
         each = block * elements / programs / (32 * WARPS)
-        total = instructions(compiled(name, source, types, block, target))
+        total = instructions(compiled(name, source, types, {"XBLOCK": block}, target))
         rows.append(Row(what, str(scheme), name, round(total / each, 1)))
     return rows
 

@@ -200,6 +200,15 @@ def test_instructions(program):
     assert all(row.instructions is None or 5 < row.instructions < 150 for row in rows)
 
 
+def test_gradient_rows(program):
+    """As docs/adr/0027 says: quantising takes a producer more instructions than a kernel apart."""
+    rows = program("gradient_rows").main(rows=8192, columns=768)
+    made, quantised, turned = rows[:3]
+    assert [row.what for row in rows] == ["as it is", "quantised", "quantised"] * 2
+    assert made.instructions < turned.instructions < quantised.instructions
+    assert rows[4].instructions > rows[3].instructions + 20
+
+
 def test_restoring_takes_no_more_instructions_where_a_row_is_no_multiple_of_a_block(program):
     counted = program("instructions").main
     wide, narrow = (counted(schemes="groups6,int4", rows=512, columns=n) for n in (1024, 1536))
