@@ -233,26 +233,27 @@ class _Place:
         """``linear`` goes along rows no longer than a group, as a norm over a head's channels does.
 
         Triton finds vectors in an index made of those, and Inductor sees which elements it reads:
-        only so does it sum over a row and over all rows in one kernel.
+        only so does it sum over a row and over all rows in one kernel. Not of images, whose lanes
+        are as many as they have channels, seldom a power of two.
         """
+        if self._lanes > 1:
+            return False
         steps = sympy.expand(linear).as_coefficients_dict()
         group = self._block * self._pieces
         return any(step > 1 and group % step == 0 for term, step in steps.items() if term != 1)
 
     def _by_index(self, linear: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-        """(group and lane, word, field of the word) of element ``linear``, two as an index."""
+        """(group, word, field of the word) of element ``linear``, the first two as an index."""
         from torch._inductor.virtualized import ops
         from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
         group: Any = FloorDiv(linear, self._block * self._pieces)
         word = group * self._block + ModularIndexing(linear, 1, self._block)
-        if self._lanes > 1:
-            group = group * self._lanes + ModularIndexing(linear, 1, self._lanes)
         piece = ops.index_expr(ModularIndexing(linear, self._block, self._pieces), dtype)
         return group, word, ops.to_dtype(piece, torch.int32)
 
     def _by_operations(self, linear: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-        """The same by operations on one number, its place."""
+        """The same, of groups with lanes too, by operations on one number, its place."""
         from torch._inductor.virtualized import ops
 
         place = ops.index_expr(linear, dtype)

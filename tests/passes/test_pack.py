@@ -275,6 +275,10 @@ def test_nan_and_infinity_come_back_and_leave_their_neighbours_alone(scheme, com
     assert ((y - x)[~special].norm() / x[~special].norm()) < 0.06
 
 
+AS_ON_GPU = {
+    "realize_opcount_threshold": planes.RESTORED_OPERATIONS,
+    "force_disable_caches": True,  # what is lowered anew is what is looked at
+}
 PLANES = (Scheme.GROUPS12, Scheme.GROUPS6)  # these have a lowering of their own
 
 
@@ -338,12 +342,30 @@ def test_rows_within_groups_are_read_by_index(scheme, head, by_index, monkeypatc
         rows = restored(scheme, parts, x).view(24, -1, head)
         return rows.square().sum(-1), rows.sum((0, 1))
 
-    with torch._inductor.config.patch(realize_opcount_threshold=planes.RESTORED_OPERATIONS):
+    with torch._inductor.config.patch(AS_ON_GPU):
         got = torch.compile(sums, dynamic=False)(*stored)
     rows = y.view(24, -1, head)
     for mine, want in zip(got, (rows.square().sum(-1), rows.sum((0, 1))), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-3)  # another order of sums
     assert bool(calls) == by_index
+
+
+def test_images_are_not_read_by_index(monkeypatch):
+    """24 channels are no power of two: an index made of them would be divided by that."""
+    monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(planes._Place, "_by_index", None)
+    x = values((2, 24, 16, 16), torch.float32, seed=5, spread=2.0)
+    x = x.to(memory_format=torch.channels_last)
+    stored, y = round_trip(x, Scheme.GROUPS6)
+    upper, lower, scale = stored
+    args = (upper, lower, scale, 4, 30, True)
+
+    def total(*args):
+        return torch.ops.hot.restored_planes(*args).view(2, 16, 16, 24).sum((0, 1, 2))
+
+    with torch._inductor.config.patch(AS_ON_GPU):
+        got = torch.compile(total, dynamic=False)(*args)
+    torch.testing.assert_close(got, y.sum((0, 2, 3)), rtol=1e-4, atol=1e-3)  # another order
 
 
 def test_a_gpus_operators_keep_their_contracts():
