@@ -12,16 +12,24 @@ what followed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 import typer
-from instructions import compiled, instructions, kernels, pretended, restore, written
-from report import write_json
-from rich.console import Console
-from rich.table import Table
+from instructions import (
+    COUNTED,
+    WARPS,
+    Body,
+    compiled,
+    instructions,
+    kernels,
+    packing,
+    pretended,
+    restore,
+    tell,
+    written,
+)
 from step import Json
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,13 +38,13 @@ from triton.backends.compiler import GPUTarget
 
 from hot_compile.passes.emit import Emitter, prims
 from hot_compile.passes.graph import aten
-from hot_compile.passes.storage.pack import pack
 from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.runtime.planes import WHOLE
+from hot_compile.runtime.reference.arithmetic import MIX_HASH
 
-LEVELS, MIX = 127, -1640531527
-"""Of INT8, and what hashes the bits that are added before rounding (docs/adr/0002)."""
+LEVELS, MIX = 127, MIX_HASH - 2**32
+"""Of INT8, and what hashes the bits that are added before rounding (docs/adr/0002), as int32."""
 TILE, BLOCK, ROW_WARPS = 64, 1024, 8
-Body = Callable[..., tuple[fx.Node, ...]]
 
 
 @dataclass
@@ -57,7 +65,7 @@ def quantised(emit: Emitter, gradient: fx.Node, equal: fx.Node) -> tuple[fx.Node
     peak = emit(aten.amax.default, emit(aten.abs.default, even), [-1], True)
     factor = emit(aten.reciprocal.default, emit(aten.clamp_min.default, peak, 1e-30))
     shifted = emit(aten.mul.Tensor, even, emit(aten.mul.Tensor, factor, LEVELS * 256.0))
-    bits = emit(aten.view.dtype, emit(aten.add.Tensor, shifted, 1.5 * 2.0**23), torch.int32)
+    bits = emit(aten.view.dtype, emit(aten.add.Tensor, shifted, WHOLE), torch.int32)
     place = emit(
         prims.iota.default, size.numel(), start=0, step=1, dtype=torch.int32,
         device=gradient.meta["val"].device, requires_grad=False,
@@ -81,10 +89,10 @@ def count(
         row = re.search(r"r0_numel = (\d+)", source)
         if row is not None:  # one row at a time, all of it in registers
             constants, each, warps = {"XBLOCK": 1}, int(row[1]), ROW_WARPS
-        elif "YBLOCK" in types or "YBLOCK" in source:
-            constants, each, warps = {"XBLOCK": TILE, "YBLOCK": TILE}, TILE * TILE, 4
+        elif "YBLOCK" in source:
+            constants, each, warps = {"XBLOCK": TILE, "YBLOCK": TILE}, TILE * TILE, WARPS
         else:
-            constants, each, warps = {"XBLOCK": BLOCK}, BLOCK, 4
+            constants, each, warps = {"XBLOCK": BLOCK}, BLOCK, WARPS
         constants |= {"R0_BLOCK": BLOCK, "RSPLIT_SIZE": 64, "NUM_STAGES": 1}
         total = instructions(compiled(name, source, types, constants, target, warps))
         rows.append(Row(producer, what, name, round(total * 32 * warps / each, 1)))
@@ -103,18 +111,13 @@ def main(
         like = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
         equal = torch.empty(columns, device="cuda")
 
-    def stored(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
-        nodes = pack(emit, x, Scheme.GROUPS6)
-        parts.extend(node.meta["val"] for node in nodes)
-        return nodes
-
     def copied(emit: Emitter, g: fx.Node) -> tuple[fx.Node, ...]:
         doubled = emit(aten.mul.Tensor, emit.cast(g, torch.float32), 2.0)
         return (emit.cast(doubled, torch.bfloat16),)
 
     found: list[Row] = []
     with pretended(capability) as target:
-        written([like], stored)
+        written([like], packing(Scheme.GROUPS6, parts))
         producers = {"a copy": (copied, [like])}
         producers["GELU's backward"] = (restore(Scheme.GROUPS6, like), [*parts, like])
         for name, (make, inputs) in producers.items():
@@ -126,13 +129,9 @@ def main(
 
             found += count(name, "as it is", inputs, make, like.numel(), target)
             found += count(name, "quantised", [*inputs, equal], both, like.numel(), target)
-    table = Table("made by", "gradient", "kernel", "instructions an element")
-    for row in found:
-        table.add_row(row.producer, row.what, row.kernel, str(row.instructions))
-    Console().print(table)
-    if json_file:
-        arguments = {"rows": rows, "columns": columns, "capability": capability}
-        write_json(json_file, torch.device("cpu"), arguments, [asdict(row) for row in found])
+    lines = [(row.producer, row.what, row.kernel, str(row.instructions)) for row in found]
+    arguments = {"rows": rows, "columns": columns, "capability": capability}
+    tell([("made by", "gradient", "kernel", COUNTED), *lines], arguments, found, json_file)
     return found
 
 

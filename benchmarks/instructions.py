@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any
@@ -25,10 +25,9 @@ from unittest import mock
 import torch
 import triton
 import typer
-from report import write_json
-from rich.console import Console
-from rich.table import Table
+from report import show, write_json
 from step import Json
+from tables import Lines
 from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
@@ -46,6 +45,9 @@ from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime.planes import RESTORED_OPERATIONS
 
 WARPS = 4
+COUNTED = "instructions an element"
+Body = Callable[..., tuple[fx.Node, ...]]
+"""Makes a graph's results from its inputs: (emit, *inputs) -> results."""
 HEAD = """import triton
 import triton.language as tl
 from torch._inductor.runtime import triton_helpers
@@ -115,7 +117,7 @@ def pretended(capability: int) -> Iterator[GPUTarget]:
         yield target
 
 
-def written(inputs: list[Tensor], body: Callable[..., tuple[fx.Node, ...]]) -> str:
+def written(inputs: list[Tensor], body: Body) -> str:
     """Inductor's code of the graph that ``body(emit, *inputs)`` makes."""
     graph, given = fx.Graph(), []
     for number, value in enumerate(inputs):
@@ -134,7 +136,18 @@ def written(inputs: list[Tensor], body: Callable[..., tuple[fx.Node, ...]]) -> s
         return str(lowering.codegen()[0].value)
 
 
-def restore(scheme: Scheme, like: Tensor) -> Callable[..., tuple[fx.Node, ...]]:
+def packing(scheme: Scheme, parts: list[Tensor]) -> Body:
+    """Body: x -> what ``scheme`` makes of it; their fake values go to ``parts``."""
+
+    def body(emit: Emitter, x: fx.Node) -> tuple[fx.Node, ...]:
+        nodes = pack(emit, x, scheme)
+        parts.extend(node.meta["val"] for node in nodes)
+        return nodes
+
+    return body
+
+
+def restore(scheme: Scheme, like: Tensor) -> Body:
     """Body: (what ``scheme`` packs, g) -> GELU's gradient and GELU."""
 
     def body(emit: Emitter, *given: fx.Node) -> tuple[fx.Node, ...]:
@@ -230,26 +243,22 @@ def main(
         x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
     for scheme in map(Scheme, schemes.split(",")):
         parts: list[Tensor] = []
-
-        def packed(
-            emit: Emitter, given: fx.Node, scheme: Scheme = scheme, parts: list[Tensor] = parts
-        ) -> tuple[fx.Node, ...]:
-            nodes = pack(emit, given, scheme)
-            parts.extend(node.meta["val"] for node in nodes)
-            return nodes
-
         with pretended(capability) as target:
-            found += count("packing", scheme, written([x], packed), x.numel(), target)
+            code = written([x], packing(scheme, parts))
+            found += count("packing", scheme, code, x.numel(), target)
             code = written([*parts, x], restore(scheme, x))
             found += count("GELU's backward", scheme, code, x.numel(), target)
-    table = Table("kernel that", "scheme", "instructions an element")
-    for row in found:
-        table.add_row(row.what, row.scheme, str(row.instructions or "it loops"))
-    Console().print(table)
-    if json_file:
-        arguments = {"rows": rows, "columns": columns, "capability": capability}
-        write_json(json_file, torch.device("cpu"), arguments, [asdict(row) for row in found])
+    lines = [(row.what, row.scheme, str(row.instructions or "it loops")) for row in found]
+    arguments = {"rows": rows, "columns": columns, "capability": capability}
+    tell([("kernel that", "scheme", COUNTED), *lines], arguments, found, json_file)
     return found
+
+
+def tell(lines: Lines, arguments: dict[str, int], found: list[Any], json_file: Path | None) -> None:
+    """Print ``lines``; write what was ``found`` to a file if one is named."""
+    show(lines, f"compute capability {arguments['capability'] / 10}")
+    if json_file:
+        write_json(json_file, torch.device("cpu"), arguments, found)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ CHANNEL_DIM = 1
 """Of an image, a signal or a volume."""
 
 TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
+IN_ORDER = RESHAPES | SQUEEZES | {aten.alias.default}
+"""They leave all elements, and leave them in their order."""
 VIEWS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
+    *RESHAPES,
     aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.expand.default,
@@ -29,17 +31,6 @@ VIEWS = {
     aten.alias.default,
     *TRANSPOSES,
 }
-RESHAPES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.alias.default,
-}
-"""They leave all elements, and leave them in their order."""
 PADS = {aten.constant_pad_nd.default}
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 PARTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}

@@ -220,9 +220,8 @@ class _Place:
             linear = 0
             for at, size in zip(index, sizes, strict=True):
                 linear = linear * size + at
-            group, word, piece = (self._by_index if self._rows(linear) else self._by_operations)(
-                linear, whole_type
-            )
+            found = self._by_index if self._rows(linear) else self._by_operations
+            group, word, piece = found(linear, whole_type)
             words = [read(word) for read in reads] + [read(group) for read in reads_shared]
             return element(words, piece)
 

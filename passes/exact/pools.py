@@ -18,14 +18,9 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.graph import CASTS, aten, value_of
+from hot_compile.passes.graph import CASTS, RESHAPES, aten, value_of
 
-_FLATTENING = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-}
+_FLATTENING = RESHAPES | {aten.clone.default}
 """They keep the order of elements."""
 _NOWHERE = -1
 """The choice of a window that does not exist."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, aten, strip
+from hot_compile.passes.graph import CASTS, RESHAPES, SQUEEZES, aten, strip
 from hot_compile.passes.head.algebra import (
     ONE,
     Basis,
@@ -24,8 +24,6 @@ from hot_compile.passes.head.sizes import Size, Symbolic, minus, plus, size_of
 from hot_compile.passes.site import hint
 
 Shape = tuple[Any, ...]
-RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
 COPIES = CASTS | {aten.alias.default, aten.clone.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 FLAT = RESHAPES | SQUEEZES | COPIES

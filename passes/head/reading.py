@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, is_tangent, strip
+from hot_compile.passes.graph import CASTS, RESHAPES, SQUEEZES, VIEWS, aten, is_tangent, strip
 from hot_compile.passes.head.algebra import (
     LSE,
     MAX,
@@ -34,8 +34,6 @@ from hot_compile.passes.head.operands import (
     COPIES,
     FLAT,
     PRODUCTS,
-    RESHAPES,
-    SQUEEZES,
     NotUnderstood,
     Shape,
     apart,

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, aten, strip
+from hot_compile.passes.graph import CASTS, RESHAPES, aten, strip
 from hot_compile.passes.site import hint
 
-_SAME_ORDER = CASTS | {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_SAME_ORDER = CASTS | RESHAPES
 """They leave all elements, and leave them in their order."""
 
 

@@ -17,6 +17,7 @@ from torch import fx
 from hot_compile.passes.graph import (
     CASTS,
     PADS,
+    RESHAPES,
     VIEWS,
     aten,
     closure,
@@ -37,13 +38,7 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.def
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
 _REORDERED: set[object] = VIEWS | CASTS | PADS | {aten.clone.default}
-_FLATTENING = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    *CASTS,
-}
+_FLATTENING = RESHAPES | CASTS | {aten.clone.default}
 
 
 @dataclasses.dataclass(frozen=True)

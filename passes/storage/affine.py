@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, RESHAPES, aten, strip
+from hot_compile.passes.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, IN_ORDER, aten, strip
 
 _STEPS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
 _FEWEST = 3
@@ -104,7 +104,7 @@ def _map(emit: Emitter, steps: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Nod
             offset = offset and emit(aten.mul.Tensor, offset, vector)
         elif offset is None:
             offset = vector if step.target is aten.add.Tensor else emit(aten.neg.default, vector)
-        elif step.target is aten.sub.Tensor and strip(offset, RESHAPES) is strip(vector, RESHAPES):
+        elif step.target is aten.sub.Tensor and strip(offset, IN_ORDER) is strip(vector, IN_ORDER):
             offset = None  # the mean that was stored, and the norm's: one tensor
         else:
             offset = emit(step.target, offset, vector)

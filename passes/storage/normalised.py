@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
+from hot_compile.passes.graph import CASTS, RESHAPES, VIEWS, aten, strip
 
 _ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.linalg_vector_norm.default}
 _BOUNDED = {
@@ -30,9 +30,7 @@ _FOLLOWED = VIEWS | CASTS | {aten.clamp_min.default, aten.clamp.default, aten.re
 _PLACED = VIEWS | CASTS | {aten.as_strided.default}
 _SAME = CASTS | {
     aten.permute.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
+    *RESHAPES,
     aten.alias.default,
     aten.clone.default,
     aten.expand.default,

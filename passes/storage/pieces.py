@@ -15,7 +15,7 @@ from torch import fx
 
 from hot_compile.passes.cost.storing import fuses
 from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten, is_pointwise, walk
+from hot_compile.passes.graph import RESHAPES, aten, is_pointwise, walk
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.pack import in_pieces
@@ -26,12 +26,7 @@ SCHEMES = {Scheme.GROUPS12, Scheme.GROUPS8, Scheme.GROUPS6, Scheme.INT4}
 """Whose groups are packed whole or in pieces."""
 _MOST_OPERATIONS = 24
 """Elementwise operators of a result: it is worked out once a piece, in one kernel."""
-_RESHAPED = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.alias.default,
-}
+_RESHAPED = RESHAPES | {aten.alias.default}
 
 
 def work_out_in_pieces(forward: fx.Graph, stored: Mapping[fx.Node, Scheme]) -> int:

@@ -20,7 +20,7 @@ from hot_compile.passes.emit import Emitter, refresh
 from hot_compile.passes.graph import (
     CASTS,
     CHANNEL_DIM,
-    RESHAPES,
+    IN_ORDER,
     VIEWS,
     aten,
     is_ours,
@@ -86,7 +86,7 @@ class _Edit:
         self._slots: list[list[Any]] = [[value] for value in saved]
         self._slot_of = dict(zip(saved, self._slots, strict=True))
         pairs = saved_pairs(forward, backward, num_fwd_outputs)
-        self._arriving = {strip(s, RESHAPES): there for s, there in pairs if s not in leave}
+        self._arriving = {strip(s, IN_ORDER): there for s, there in pairs if s not in leave}
         self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
 
