@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,7 @@ def modules():
 
 
 def test_every_package_is_installed():
-    text = (ROOT / "pyproject.toml").read_text()  # tomllib comes with Python 3.11
-    listed = ast.literal_eval(re.search(r"^packages = (\[.*?\])", text, re.M | re.S).group(1))
-    assert set(listed) == {name for name, path in modules() if path.stem == "__init__"}
+    assert set(listed("packages")) == {name for name, path in modules() if path.stem == "__init__"}
 
 
 def imports(name, path):
@@ -52,6 +51,29 @@ def statements(node):
             continue
         yield child
         yield from statements(child)
+
+
+def listed(name):
+    """A list of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()  # tomllib comes with Python 3.11
+    return ast.literal_eval(re.search(rf"^{name} = (\[.*?^\])", text, re.M | re.S).group(1))
+
+
+OPTIONAL = {
+    "matplotlib": "pictures, where a user asks for one",
+    "accelerate": "its own plugin",
+    "triton": "comes with torch, for GPUs",
+}
+
+
+def test_only_what_is_declared_is_imported():
+    """A wheel in an environment of its own has nothing else."""
+    declared = {re.match(r"[\w-]+", text).group() for text in listed("dependencies")}
+    known = {*declared, *OPTIONAL, *sys.stdlib_module_names, "functorch", *PACKAGES}
+    used = {
+        (name.split(".")[0], path) for module, path in modules() for name in imports(module, path)
+    }
+    assert not {(str(path), name) for name, path in used if name not in known}
 
 
 ROOMS = {"hot_compile.runtime"}, {"hot_compile.passes"}

@@ -9,10 +9,10 @@ the graph's, are not foreseen: that is measured.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Set
 
-import numpy
 import torch
 from torch import fx
 
@@ -42,7 +42,7 @@ class Rise:
         self._pairs: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
             self._pairs.setdefault(base(saved), []).append((saved, restored))
-        self._fixed = numpy.zeros(self._length + 1, dtype=numpy.int64)
+        self._fixed = [0] * (self._length + 1)
         for node in self._ahead.written:
             if node not in self._pairs:
                 end = self._length - 1 if node in seen else self._ahead.last[node]
@@ -61,17 +61,17 @@ class Rise:
 
         ``hosted``: what waits in host memory between forward and backward.
         """
-        return int(self.curve(chosen, hosted).max())
+        return max(self.curve(chosen, hosted))
 
     def held(
         self, chosen: Mapping[Crosser, Scheme] | None = None, hosted: Set[Crosser] = _NONE
     ) -> int:
         """Bytes between forward and backward."""
-        return int(self.curve(chosen, hosted)[self._turn - 1])
+        return self.curve(chosen, hosted)[self._turn - 1]
 
     def curve(
         self, chosen: Mapping[Crosser, Scheme] | None = None, hosted: Set[Crosser] = _NONE
-    ) -> numpy.ndarray:
+    ) -> list[int]:
         """Bytes at every place of the forward, then of the backward."""
         changes, schemes = self._fixed.copy(), chosen or {}
         elsewhere = {c for c, s in schemes.items() if s is not Scheme.EXACT} | hosted
@@ -86,7 +86,7 @@ class Rise:
             for saved, restored in pairs:
                 if saved in stored:
                     self._add_stored(changes, *stored[saved], restored, fetched.get(saved))
-        return numpy.cumsum(changes[:-1])
+        return list(itertools.accumulate(changes[:-1]))
 
     def _fetched(self, hosted: Set[Crosser]) -> dict[fx.Node, int]:
         """Where copies back from the host begin: where the one before is wanted."""
@@ -96,7 +96,7 @@ class Rise:
 
     def _add_stored(
         self,
-        changes: numpy.ndarray,
+        changes: list[int],
         crosser: Crosser,
         scheme: Scheme,
         restored: fx.Node,
@@ -120,7 +120,7 @@ class Rise:
         self._add(changes, begin, first, size)
 
     @staticmethod
-    def _add(changes: numpy.ndarray, first: int, last: int, size: int) -> None:
+    def _add(changes: list[int], first: int, last: int, size: int) -> None:
         changes[first] += size
         changes[max(first, last) + 1] -= size
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from hot_compile.errors import BuildError
 from hot_compile.runtime.native import build, prebuilt, providers, wheel
@@ -195,19 +197,42 @@ from hot_compile.runtime.native import build
 assert pathlib.Path(hot_compile.__file__).is_relative_to(sys.prefix), hot_compile.__file__
 assert build.load("cpu").is_relative_to(sys.prefix), build.load("cpu")
 """
-NEEDED = ("torch", "rich", "typer", "filelock", "sympy", "networkx", "numpy", "setuptools")
 
 
 def installed(path: Path, folder: Path) -> Path:
-    """The Python of a fresh environment with the wheel in it, and torch in sight."""
+    """The Python of a fresh environment with the wheel and what it declares to need, no more."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", str(path)], check=True)
-    places = {Path(importlib.import_module(name).__file__).parents[1] for name in NEEDED}
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "outside.pth").write_text("\n".join(map(str, places)) + "\n")
+    (ours,) = distributions(path=[str(site)])
+    for other in needed(ours).values():
+        link_files_of(other, site)
     return python
+
+
+def needed(given: Distribution, extras: Iterable[str] = ()) -> dict[str, Distribution]:
+    """What it needs, and what that needs, as installed here."""
+    found: dict[str, Distribution] = {}
+    for text in given.requires or ():
+        wanted = Requirement(text)
+        if any(
+            wanted.marker is None or wanted.marker.evaluate({"extra": e}) for e in ("", *extras)
+        ):
+            own = distribution(wanted.name)
+            found |= {wanted.name: own} | needed(own, wanted.extras)
+    return found
+
+
+def link_files_of(one: Distribution, site: Path) -> None:
+    """Put links to the files of a distribution into another folder of packages."""
+    for file in one.files or ():
+        if ".." not in file.parts and "__pycache__" not in file.parts:
+            link = site / file
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                link.symlink_to(one.locate_file(file))
 
 
 @pytest.mark.slow
