@@ -155,9 +155,8 @@ class HotConfig:
     min_gain: float = 1.05
     """Rewrite a layer only if its backward is predicted this many times faster; 0: always."""
     prices: str = "measured"
-    """"measured": by rates measured on this very device, on a GPU once, in seconds, before the
-    first compile, on a CPU by ``hot-compile tune``. Until then, and with "table", by the built-in
-    table's rates of devices of its kind (docs/adr/0019)."""
+    """"measured": by rates that ``hot-compile tune`` measured on this very device. Where it did
+    not, and with "table", by the built-in table's of devices of its kind (docs/adr/0028)."""
     rates: tuple[tuple[str, float], ...] = ()
     """Overrides of the device's rates that price strategies, e.g. ``{"integer": 3e12}``."""
     profile: str | None = None

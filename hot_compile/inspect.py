@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,14 @@ class Explanation:
         forms = (form for graph in self.graphs for form in graph.plan.exact_forms)
         heads = (head for graph in self.graphs for head in graph.plan.heads)
         forwards = (forward for graph in self.graphs for forward in graph.plan.forwards)
-        return Plan(recipe, tuple(decisions), tuple(forms), tuple(heads), tuple(forwards))
+        rates = dict.fromkeys(text for graph in self.graphs for text in graph.plan.rates)
+        parts = decisions, forms, heads, forwards, rates
+        return Plan(recipe, *map(tuple, parts))
+
+    @property
+    def digest(self) -> str:
+        """Short hash of what was chosen for all graphs."""
+        return hashlib.sha256(repr([g.digest for g in self.graphs]).encode()).hexdigest()[:12]
 
     @property
     def held_bytes(self) -> int:
@@ -138,6 +146,8 @@ class Explanation:
             console.print(predicted_time(self.graphs))
             for text in budgets(self.graphs):
                 console.print(text)
+            rates = "; ".join(self.plan.rates) or "none, nothing was priced"
+            console.print(f"rates: {rates}; plan {self.digest}", highlight=False)
         return capture.get()
 
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from .errors import OptionError
 from .inspect import Explanation, megabytes
 from .page import save_page
-from .passes.cost.devices import CAPABILITIES
 from .planning import (
     Made,
     Prediction,
@@ -26,7 +25,6 @@ from .sizes import memory_bytes
 from .stock import STOCK
 from .tables import PlainTable
 
-_MEASURED_ON = {(9, 0): "an H200", "cpu": "two cores with AVX-512 VNNI"}
 _NOT_COUNTED = (
     "Not counted: what kernels need while they run, the CUDA context, fragmentation. Where little "
     "is held a true peak is higher: by 13 % for a ViT-B at batch 256 in bf16 on an H200."
@@ -63,7 +61,7 @@ def show(
     print(Explanation(both[0].graphs))
     title = f"{model}, batch {batch}, {dtype}, on {device}: predicted"
     console.print(_table(title, *both))
-    console.print(f"{_rates(device)} {_NOT_COUNTED}", markup=False)
+    console.print(_NOT_COUNTED, markup=False)
     if limit is not None:
         mine, theirs = (_largest(of, limit, batch) for of in (ours, stock))
         text = f"largest that fits into {memory} so counted: {mine}; Inductor as it is: {theirs}"
@@ -109,13 +107,3 @@ def _table(title: str, ours: Prediction, stock: Prediction) -> PlainTable:
     for name, field in rows.items():
         table.add(name, *(megabytes(getattr(p, field)) for p in (ours, stock)))
     return table
-
-
-def _rates(device: str) -> str:
-    """Where the rates come from that layers were chosen by."""
-    if device.endswith(".json"):
-        return f"Gains are by the rates in {device}."
-    measured = _MEASURED_ON.get(CAPABILITIES.get(device, device))  # type: ignore[call-overload]
-    if measured is None:
-        return "Gains are by datasheet rates, not measured."
-    return f"Gains are by rates measured on {measured}."

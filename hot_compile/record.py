@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -53,9 +54,19 @@ class GraphReport:
         seconds = [c.seconds for c in self.crossing]
         return None if None in seconds else sum(s for s in seconds if s is not None)
 
+    @property
+    def digest(self) -> str:
+        """Short hash of what was chosen: equal where layers, heads and storage come out the same.
+
+        Reasons, predicted gains and the names of nodes have no part in it.
+        """
+        stored = [(c.module, c.shape, c.dtype, c.scheme, c.bytes) for c in self.crossing]
+        return hashlib.sha256(repr((self.plan.choice, stored)).encode()).hexdigest()[:12]
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
         return {
+            "digest": self.digest,
             "plan": self.plan.to_json(),
             "crossing": [dataclasses.asdict(c) for c in self.crossing],
             "held_bytes": self.held_bytes,

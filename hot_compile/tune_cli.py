@@ -16,8 +16,8 @@ def tune(
 ) -> None:
     """Measure in seconds what this machine's devices sustain, for the planner; show and keep it.
 
-    A GPU that was never measured is measured before its first compile; a CPU only by this command:
-    run it while nothing else does. Graphs are planned anew by what was found.
+    Nothing else measures: without this command graphs are planned by a built-in table. Run it while
+    nothing else runs. Graphs are planned anew by what was found.
     """
     from . import tune_output  # with the cost model, which other commands need not wait for
 

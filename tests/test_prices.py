@@ -48,12 +48,6 @@ def test_a_file_counts_unless_the_table_is_asked_for(rates_folder):
     assert pricing(CPU, "table") == devices.table_entry(CPU)
 
 
-def test_a_cpu_is_never_measured_unasked(rates_folder, monkeypatch):
-    monkeypatch.setattr(devices, "measure", lambda *_: pytest.fail("measured"))
-    pricing(CPU)
-    assert not rates_folder.exists()
-
-
 def damaged(path):
     return {
         "empty": lambda: path.write_text(""),
@@ -114,60 +108,37 @@ def test_a_name_says_all_that_rates_depend_on(rates_folder, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, rates_folder):
-    """A GPU of which only the name and the capability are asked; ``measure`` gives ``OURS``."""
-    measured = []
-
-    def measure(device, table):
-        measured.append(device)
-        return OURS
-
+    """A GPU of which only the name and the capability are asked."""
+    capability = [(9, 0)]
     monkeypatch.setattr(devices, "_missing", lambda kind: None)
-    monkeypatch.setattr(devices, "measure", measure)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(devices, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {rates_folder}")
-    return measured
+    return capability
 
 
-def test_a_gpu_is_measured_once_and_told_of_to_all_later_processes(gpu):
+def test_nothing_is_measured_unasked(gpu, rates_folder):
+    """What else runs on the machine at the first compile would be in the plan."""
+    assert pricing(torch.device("cuda", 0)) == devices.cuda_rates((9, 0), tf32=False)
+    assert pricing(CPU) == devices.table_entry(CPU)
+    assert not rates_folder.exists()
+
+
+def test_rates_say_where_they_come_from(gpu):
     device = torch.device("cuda", 0)
-    assert [pricing(device) for _ in range(3)] == [OURS] * 3
-    forget()  # as another process
-    assert pricing(device) == OURS
-    assert gpu == [device]
-
-
-def test_a_gpu_whose_file_is_damaged_is_measured_anew(gpu, caplog):
-    device = torch.device("cuda", 0)
-    pricing(device)
-    tuned.path_of(device).write_text("{")
+    assert pricing(device).source == "the table's of an NVIDIA H200"
+    gpu[0] = (8, 9)
+    assert "RTX 3090" in pricing(device).source
+    assert "nearest to compute capability 8.9" in pricing(device).source
+    assert pricing(device).override({"copy": 1e9}).source.endswith(", copy by option")
+    tuned.save(device, OURS)
     forget()
-    assert pricing(device) == OURS
-    assert len(gpu) == 2
-    assert sum("are not used" in record.message for record in caplog.records) == 1
-    assert tuned.load(device) == OURS
-
-
-def test_the_table_is_asked_for_before_a_gpu_is_measured(gpu):
-    assert pricing(torch.device("cuda", 0), "table") == devices.cuda_rates((9, 0), tf32=False)
-    assert not gpu
-
-
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError("read-only")])
-def test_a_gpu_that_cannot_be_measured_takes_the_tables_rates(error, gpu, monkeypatch, caplog):
-    def fail(*_):
-        gpu.append(error)
-        raise error
-
-    monkeypatch.setattr(devices, "measure", fail)
-    for _ in range(2):
-        assert pricing(torch.device("cuda", 0)) == devices.cuda_rates((9, 0), tf32=False)
-    assert gpu == [error]
-    assert str(error) in caplog.text
+    assert pricing(device).source == "measured by `hot-compile tune`"
 
 
 def test_measured_rates_know_of_tf32(gpu, monkeypatch):
     both = dataclasses.replace(OURS, exact={**OURS.exact, "tfloat32": 7e12})
-    monkeypatch.setattr(devices, "measure", lambda *_: both)
+    tuned.save(torch.device("cuda", 0), both)
     monkeypatch.setattr(devices, "_tf32", lambda: True)
     assert pricing(torch.device("cuda", 0)).exact["float32"] == 7e12
     assert pricing(CPU).exact["float32"] != 7e12
@@ -184,10 +155,9 @@ def job():
     distributed.destroy_process_group()
 
 
-def test_a_job_measures_nothing_and_its_processes_agree(job, gpu):
+def test_processes_of_a_job_agree(job, gpu):
     device = torch.device("cuda", 0)
     assert pricing(device) == devices.cuda_rates((9, 0), tf32=False)
-    assert not gpu
     tuned.save(device, OURS)  # after the first process has asked: too late for all
     forget()
     assert pricing(device) == devices.cuda_rates((9, 0), tf32=False)

@@ -161,7 +161,7 @@ def test_the_command_plans_by_a_file(file_of, tmp_path, monkeypatch):
     words = ["plan", "--model", "mine_by_file:make", "--batch", "8", "--device", file_of("A100")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "Gains are by the rates in" in done.output
+    assert "rates: the file" in done.output
 
 
 # --- what storing costs

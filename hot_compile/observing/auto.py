@@ -97,7 +97,7 @@ class Notes:
         return changed
 
     def _choice(self, profile: Profile | None, collector: Collector) -> object:
-        prices = prices_of(collector.sites)
+        prices = prices_of(collector.sites, self._config.prices)
         layers = plan(collector.sites, self._config, prices, profile).choice
         return layers, storage_choice(profile, self._config)
 

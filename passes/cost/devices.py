@@ -1,4 +1,4 @@
-"""What each device sustains: measured on it where it was, else by one table of kinds of devices."""
+"""What each device sustains: by one table of kinds of devices, or as the user had it measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from hot_compile.errors import BuildError, OptionError
 from hot_compile.passes.cost import tuned
@@ -25,6 +24,7 @@ RATES: dict[str, Rates] = {
     # Two cores of an AVX-512 VNNI server; the ratios carry over to more cores. Measured by
     # benchmarks/layers.py, see docs/measured/benchmarks.md.
     "cpu-vnni": Rates(
+        source="the table's of a CPU with VNNI",
         exact={"float32": 200e9, "bfloat16": 900e9, "float16": 900e9},
         integer=1800e9,
         int4=1800e9,
@@ -39,6 +39,7 @@ RATES: dict[str, Rates] = {
     ),
     # Without VNNI the INT8 product is no faster than fp32: nothing pays.
     "cpu": Rates(
+        source="the table's of a CPU without VNNI",
         exact={"float32": 100e9, "bfloat16": 100e9, "float16": 100e9},
         integer=100e9,
         int4=100e9,
@@ -54,6 +55,7 @@ RATES: dict[str, Rates] = {
     # layers at batch 1, which the host's calls bound (docs/measured/benchmarks_cuda.md). No rates
     # of convolutions: cuDNN's are faster than integer products with what these need around them.
     "sm90": Rates(
+        source="the table's of an NVIDIA H200",
         exact={"float32": 49e12, "tfloat32": 300e12, "bfloat16": 750e12, "float16": 750e12},
         integer=1600e12,
         int4=1600e12,
@@ -70,6 +72,7 @@ RATES: dict[str, Rates] = {
     # NVIDIA A100: the datasheet's rates at the share of them that products reach in practice. INT4
     # has tensor cores of its own up to compute capability 8.9 (docs/adr/0008).
     "sm80": Rates(
+        source="the table's of an NVIDIA A100, by its datasheet",
         exact={"float32": 17e12, "tfloat32": 110e12, "bfloat16": 220e12, "float16": 220e12},
         integer=400e12,
         int4=800e12,
@@ -83,6 +86,7 @@ RATES: dict[str, Rates] = {
     ),
     # NVIDIA RTX 3090 and later consumer chips of its kind, likewise.
     "sm86": Rates(
+        source="the table's of an NVIDIA RTX 3090, by its datasheet",
         exact={"float32": 25e12, "tfloat32": 30e12, "bfloat16": 60e12, "float16": 60e12},
         integer=200e12,
         int4=400e12,
@@ -101,8 +105,8 @@ def pricing(device: torch.device, prices: str = "measured") -> Rates | str:
     """Rates of ``device``, or the reason why no layer can be rewritten for it.
 
     Builds and loads the runtime for the device on first use. With ``prices="measured"`` the rates
-    are those measured on this machine, if there are any or can be; else, or with "table", the
-    table's.
+    are those that ``hot-compile tune`` measured on this machine, if it did; else, or with "table",
+    the table's: nothing is measured while a graph is compiled (docs/adr/0028).
     """
     missing = _missing(device.type)
     entry = missing or table_entry(device)
@@ -112,9 +116,9 @@ def pricing(device: torch.device, prices: str = "measured") -> Rates | str:
     return _in_force(own or entry, device.type == "cuda" and _tf32())
 
 
-def prices_of(sites: Iterable[Site]) -> dict[torch.device, Rates | str]:
+def prices_of(sites: Iterable[Site], prices: str) -> dict[torch.device, Rates | str]:
     """``pricing`` of every device that one of ``sites`` lies on."""
-    return {device: pricing(device) for device in {site.device for site in sites}}
+    return {device: pricing(device, prices) for device in {site.device for site in sites}}
 
 
 @cache
@@ -158,9 +162,12 @@ def _cuda_entry(capability: tuple[int, int]) -> Rates | str:
         return f"compute capability {major}.{minor} has no INT8 tensor cores this runtime uses"
     if major in (10, 11):  # their fast products are tcgen05's; Ampere's instructions crawl there
         return f"compute capability {major}.{minor}: no integer products for it in this runtime yet"
-    rates = RATES[{(9, 0): "sm90", (8, 0): "sm80"}.get(capability, "sm86")]
+    known = {(9, 0): "sm90", (8, 0): "sm80", (8, 6): "sm86"}
+    rates = RATES[known.get(capability, "sm86")]
+    nearest = f", the nearest to compute capability {major}.{minor}"
+    source = rates.source + nearest * (capability not in known)
     int4 = rates.int4 if major == 8 else rates.integer  # later chips emulate INT4 products
-    return dataclasses.replace(rates, int4=int4)
+    return dataclasses.replace(rates, int4=int4, source=source)
 
 
 def _in_force(rates: Rates, tf32: bool) -> Rates:
@@ -171,42 +178,24 @@ def _in_force(rates: Rates, tf32: bool) -> Rates:
 
 
 def _measured(device: torch.device) -> Rates | None:
-    """Rates measured on this machine, now if need be; None: the table's are to be used.
+    """What ``hot-compile tune`` measured here; None: the table's are to be used.
 
-    A GPU is measured when it is first asked for. A CPU is not, since what else runs on it would
-    change the plan from run to run: ``hot-compile tune`` measures it. Nor is anything in a job of
-    several processes, which take what the first of them finds.
+    Processes of a job take what the first of them finds.
     """
     path = tuned.path_of(device)
-    if tuned.in_job():
-        return _of_job(device, path)
-    return _kept(device, path, measures=device.type == "cuda")
+    return _of_job(device, path) if tuned.in_job() else _kept(device, path)
 
 
 @cache
 def _of_job(device: torch.device, path: Path) -> Rates | None:
     """What all processes of a job take; asked for once by each."""
-    found = tuned.agreed(path, _kept(device, path, measures=False))
-    if found is None:
-        log.info("hot: no measured rates in this job; `hot-compile tune` on its machine makes some")
-    return found
+    return tuned.agreed(path, _kept(device, path))
 
 
 @cache
-def _kept(device: torch.device, path: Path, measures: bool) -> Rates | None:
-    """What ``path`` holds for ``device``, or will hold if it ``measures``; one answer a process."""
-    found = tuned.load(device)
-    if found is not None or not measures:
-        return found
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            return tuned.load(device, warns=False) or tune(
-                device
-            )  # another process may have made it
-    except (OSError, RuntimeError) as error:
-        log.warning("hot: %s could not be measured, the table's rates are used: %s", device, error)
-        return None
+def _kept(device: torch.device, path: Path) -> Rates | None:
+    """What ``path`` holds for ``device``; one answer a process."""
+    return tuned.load(device)
 
 
 def tune(device: torch.device) -> Rates:
@@ -220,7 +209,6 @@ def tune(device: torch.device) -> Rates:
     entry = _missing(device.type) or table_entry(device)
     if isinstance(entry, str):
         raise BuildError(entry)
-    log.info("hot: measuring what %s sustains, once", tuned.kind_of(device))
     tuned.save(device, measure(device, entry))
     found = tuned.load(device)
     if found is None:
@@ -254,7 +242,8 @@ def rates_of(device: str, tf32: bool = False) -> Rates:
     """
     if device.endswith(".json"):
         try:
-            return _in_force(tuned.read(Path(device)), tf32)
+            rates = dataclasses.replace(tuned.read(Path(device)), source=f"the file {device}")
+            return _in_force(rates, tf32)
         except (OSError, ValueError) as error:
             wanted = f"a file made by `hot-compile tune` ({error})"
             raise OptionError.value("device", device, wanted) from error

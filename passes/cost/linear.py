@@ -69,12 +69,15 @@ class Rates:
     that goes down the columns of a weight, or over the scales of a rescaling."""
     one_read: bool = False
     """One 8-bit quantisation of g_y for both products is faster than one for each."""
+    source: str = dataclasses.field(default="", compare=False, repr=False)
+    """Where the rates come from, in words."""
 
     def override(self, rates: dict[str, float]) -> Rates:
         """The same device with some rates replaced: dtype names set ``exact``, the rest fields."""
         exact = {dtype: rates.get(dtype, rate) for dtype, rate in self.exact.items()}
         fields = {name: rate for name, rate in rates.items() if name not in exact}
-        return dataclasses.replace(self, exact=exact, **fields)  # type: ignore[arg-type]
+        source = ", ".join([self.source, *(f"{name} by option" for name in rates)])
+        return dataclasses.replace(self, exact=exact, source=source, **fields)  # type: ignore[arg-type]
 
 
 Pricing = Callable[[torch.device], Rates | str]

@@ -28,7 +28,7 @@ from hot_compile.runtime.native.providers import runtime_version, status
 
 log = logging.getLogger("hot_compile")
 
-_FORMAT = 2
+_FORMAT = 3
 _DIGITS = 4
 """Significant ones that are kept: more would be noise."""
 _ALWAYS = {"float32", "bfloat16", "float16"}
@@ -80,14 +80,16 @@ def save(device: torch.device, rates: Rates) -> Path:
     """
     path = path_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {**identity_of(device), "rates": _rounded(dataclasses.asdict(rates))}
+    kept = _rounded(dataclasses.asdict(rates))
+    del kept["source"]
+    data = {**identity_of(device), "rates": kept}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(json.dumps(data, indent=1) + "\n")
     os.replace(file.name, path)
     return path
 
 
-def load(device: torch.device, warns: bool = True) -> Rates | None:
+def load(device: torch.device) -> Rates | None:
     """What was kept for ``device``; None if nothing was, or if it cannot be used: then it warns."""
     path = path_of(device)
     try:
@@ -101,7 +103,7 @@ def load(device: torch.device, warns: bool = True) -> Rates | None:
     except _UNREADABLE as error:
         why = f"{type(error).__name__}: {error}"
     said = "hot: rates in %s are not used (%s); `hot-compile tune` makes new ones"
-    log.log(logging.WARNING if warns else logging.DEBUG, said, path, why)
+    log.warning(said, path, why)
     return None
 
 
@@ -132,7 +134,7 @@ def rates_in(data: Mapping[str, Any]) -> Rates:
     for name, value in rates.items():
         for number in value.values() if name in _TABLES else [value]:
             _check(name, number)
-    return Rates(**rates)
+    return Rates(**rates, source="measured by `hot-compile tune`")
 
 
 def _check(name: str, number: object) -> None:

@@ -113,6 +113,8 @@ class Plan:
     """Products whose results only feed a loss, which go in chunks together with it."""
     forwards: tuple[ForwardDecision, ...] = ()
     """Whether each layer's forward product is on INT8; empty where options leave all exact."""
+    rates: tuple[str, ...] = ()
+    """Where the rates come from that the layers' devices were priced by."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -139,7 +141,8 @@ class Plan:
         """What was chosen, without the reasons: equal where the code comes out the same."""
         layers = tuple((d.site, d.strategy, d.gx_bits, d.per_token) for d in self.decisions)
         forwards = tuple((f.site, f.way) for f in self.forwards)
-        return layers + forwards + tuple((h.name, h.way) for h in self.heads)
+        forms = tuple((form.layer, form.form, form.taken) for form in self.exact_forms)
+        return layers + forwards + forms + tuple((h.name, h.way) for h in self.heads)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_json` is its inverse."""
@@ -157,6 +160,7 @@ class Plan:
             "exact_forms": forms,
             "heads": heads,
             "forwards": forwards,
+            "rates": list(self.rates),
         }
 
     @classmethod
@@ -182,7 +186,8 @@ class Plan:
                 for h in data.get("heads", ())
             )
             forwards = tuple(ForwardDecision(**f) for f in data.get("forwards", ()))
-            return cls(data["recipe"], decisions, forms, heads, forwards)
+            rates = tuple(data.get("rates", ()))
+            return cls(data["recipe"], decisions, forms, heads, forwards, rates)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
                 f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."
@@ -229,7 +234,9 @@ def plan(
     chosen = [s for s, d in pairs if d.strategy is not Strategy.EXACT]
     taken |= {s.nodes.forward: "its backward is rewritten" for s in chosen if s.nodes}
     forms = (_decide_form(candidate, config, taken) for candidate in found)
-    return Plan(config.recipe, tuple(decisions), tuple(forms), forwards=forwards)
+    known = (rates.source for rates in prices.values() if not isinstance(rates, str))
+    rates = tuple(dict.fromkeys(known))
+    return Plan(config.recipe, tuple(decisions), tuple(forms), forwards=forwards, rates=rates)
 
 
 def _forwards(

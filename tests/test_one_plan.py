@@ -1,0 +1,74 @@
+"""One script, one plan: whatever the order in which sets and dictionaries give what they hold."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hot_compile import explain
+
+PROGRAM = """
+import contextlib, io, json, sys
+import torch
+import test_conv_models, test_models
+from hot_compile import explain
+digests = {}
+for name in sys.argv[1:]:
+    torch.manual_seed(0)
+    makers = {**test_models.MODELS, "bert": test_models.bert}
+    model, inputs = makers[name]() if name in makers else test_conv_models.build(name)
+    with contextlib.redirect_stdout(io.StringIO()):
+        options = {"min_gain": 0, "memory_min_bytes": 0, "head_min_bytes": 0}
+        digests[name] = explain(model, *inputs, options=options).digest
+print(json.dumps(digests))
+"""
+
+
+def test_explain_says_by_which_rates_and_which_plan_it_is():
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    x = torch.randn(64, 64)
+    found = explain(model, x, options={"min_gain": 0})
+    exact = explain(model, x, options={"recipe": "exact"})
+    assert f"plan {found.digest}" in str(found)
+    assert "rates: the table's of a CPU" in str(found)
+    assert found.to_json()["graphs"][0]["plan"]["rates"][0].startswith("the table's")
+    assert found.digest == explain(model, x, options={"min_gain": 0}).digest != exact.digest
+
+
+def digests(*names):
+    """Of two processes that run at once, with other seeds of Python's hashes."""
+    tests = str(Path(__file__).parent)
+    command = [sys.executable, "-c", PROGRAM, *names]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": tests},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    return [json.loads(text) for text in said]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gpt2_conv1d", "bert", "resnet18"),
+        pytest.param(
+            ("vit_tiny", "mixer", "swin_tiny", "efficientnetv2_s", "convnext_tiny"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_processes_side_by_side_come_to_one_plan(names):
+    first, second = digests(*names)
+    assert first == second
+    assert len({*first.values()}) == len(names)
