@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
 
-from .inspect import budgets, check_arguments, head_table, megabytes, predicted_time
+from .inspect import budgets, check_arguments, head_table, megabytes, predicted_time, rates_note
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .page import save_page
 from .passes.head.plan import HeadDecision
 from .passes.measure.profile import Profile
 from .passes.storage.record import Crossing
+from .progress import progress
 from .record import GraphReport
+from .stand_in import Backend, compiled_by
 from .stock import FLAGS, Compared
-from .tables import PlainTable
+from .tables import PlainTable, rendered
 from .unchanged import Reached, reached, unchanged
 
 
@@ -57,6 +59,8 @@ class MemoryReport:
     """Of ``hot``: what was done to each, as ``explain`` tells it."""
     stock: Mapping[str, Sequence[GraphReport]] = dataclasses.field(default_factory=dict, repr=False)
     """By configuration other than ``hot``: the same graphs, as they are traced there."""
+    note: str = ""
+    """What is to be known of the predictions."""
 
     @property
     def predicted_held_bytes(self) -> int:
@@ -89,7 +93,7 @@ class MemoryReport:
 
         ``profile``: what calibration measured, or its file; the layers' errors are then shown.
         """
-        save_page(path, self.graphs, self.measured, profile, stock=self.stock)
+        save_page(path, self.graphs, self.measured, profile, stock=self.stock, note=self.note)
 
     def save_png(self, path: str | Path) -> None:
         """Bar chart of held bytes and peak by configuration.
@@ -139,15 +143,9 @@ class MemoryReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=140)
-        with console.capture() as capture:
-            for table in self.tables():
-                console.print(table)
-            console.print(f"predicted for hot: {megabytes(self.predicted_held_bytes)} held")
-            console.print(predicted_time(self.graphs))
-            for text in budgets(self.graphs):
-                console.print(text)
-        return capture.get()
+        predicted = f"predicted for hot: {megabytes(self.predicted_held_bytes)} held"
+        times = predicted_time(self.graphs), *([self.note] if self.note else [])
+        return rendered([*self.tables(), predicted, *times, *budgets(self.graphs)])
 
 
 def memory_report(
@@ -159,20 +157,22 @@ def memory_report(
 ) -> MemoryReport:
     """Compile and run ``model``'s forward and backward three ways, and account for the memory.
 
-    Gradients, buffers and the random state are put back as they were.
+    Prints the tables. Gradients, buffers and the random state are put back as they were.
 
     Args:
-        model: a module in training mode, on CPU or CUDA, not yet compiled; or a function that runs
-            such modules and returns the loss, without calling ``backward``. Modules are found
-            through its arguments, closure and globals.
+        model: a module in training mode, on CPU or CUDA; or a function that runs such modules and
+            returns the loss, without calling ``backward``. Modules are found through its arguments,
+            closure and globals. What is compiled by "hot" already is compiled piece by piece as it
+            is there, each of the three ways.
         inputs, keywords: what a training step passes to it. A model with an argument ``options`` or
             ``loss_fn`` of its own goes into a function: ``memory_report(lambda: model(...))``.
         loss_fn: makes a scalar of what ``model`` returns; by default that itself if it is a scalar,
             or a Hugging Face output's ``loss``, else the mean of its squares.
-        options: as for ``torch.compile(model, backend="hot", options=...)``.
+        options: as for ``torch.compile(model, backend="hot", options=...)``; over those that a
+            compiled model has of its own.
 
     Returns:
-        A :class:`MemoryReport`: printable, ``to_json()``, ``save_json(path)``, ``save_png(path)``.
+        A :class:`MemoryReport`: ``to_json()``, ``save_json(path)``, ``save_png(path)``.
 
     Raises:
         TypeError: ``model`` cannot be called, calls ``backward`` itself, or returns nothing that a
@@ -182,15 +182,21 @@ def memory_report(
     compared = Compared()
     step = _Step(model, inputs, keywords, loss_fn or _loss, reached(model, inputs, keywords))
     measured = {}
-    for name, flags in FLAGS.items():
-        with functorch_config.patch(dict(flags)):
-            measured[name] = _measure(step, "inductor")
-    measured["hot"] = _measure(step, compared.backend(options))
+    with progress(len(FLAGS) + 1) as begin:
+        for name, flags in FLAGS.items():
+            begin(f"compiling and measuring {name}")
+            with functorch_config.patch(dict(flags)):
+                measured[name] = _measure(step, _inductor)
+        begin("compiling and measuring hot")
+        measured["hot"] = _measure(step, compared.backend(options))
     graphs = tuple(compared.graphs)
     crossing = (c for graph in graphs for c in graph.crossing)
     heads = tuple(head for graph in graphs for head in graph.plan.heads)
     largest_first = tuple(sorted(crossing, key=lambda c: -c.bytes))
-    return MemoryReport(largest_first, measured, heads, graphs, compared.stock)
+    note = rates_note(step.found.devices)
+    report = MemoryReport(largest_first, measured, heads, graphs, compared.stock, note)
+    print(report)
+    return report
 
 
 def _loss(output: Any) -> Tensor:
@@ -251,12 +257,19 @@ _NO_BACKWARD = (
 )
 
 
-def _measure(step: _Step, backend: Any) -> Measured:
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+    return compile_fx(gm, example_inputs)
+
+
+def _measure(step: _Step, backend: Backend) -> Measured:
     """One warm-up, one forward held, one whole step."""
     found = step.found
     device = next(iter(found.devices), torch.device("cpu"))
-    with unchanged(found), torch.enable_grad():
-        compiled = torch.compile(step.model, backend=backend)
+    with (
+        unchanged(found),
+        torch.enable_grad(),
+        compiled_by(step.model, found, backend) as compiled,
+    ):
         step.whole(compiled)  # compiles
         loss = step.forward(compiled)
         held = held_tensors(loss, nn.Module(), (found.parameters, found.buffers, found.tensors))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .backend import hot
 from .config import HotConfig, split_options
@@ -18,6 +17,7 @@ from .errors import CalibrationError
 from .observing.collector import Collector
 from .passes.cost.devices import pricing
 from .passes.measure.profile import Profile
+from .stand_in import compiled_by, laid_over
 from .unchanged import reached, unchanged
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -57,17 +57,20 @@ def calibrate(
         CalibrationError: no batch, no layer with a finite, non-zero gradient, no runtime for the
             model's device, or a graph that could not be observed.
     """
-    model = getattr(model, "_orig_mod", model)
+    found = reached(model)
     _refuse_without_runtime(model)
     config = HotConfig.from_options(split_options(options)[0])
     collector = Collector(config.rank)
-    backend = functools.partial(hot, options=options, observer=collector)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **asked: Any) -> Any:
+        return hot(gm, example_inputs, observer=collector, **laid_over(options, asked))
+
     with (
-        unchanged(reached(model)),
+        unchanged(found),
         torch.enable_grad(),
+        compiled_by(model, found, backend) as observed,
         Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar,
     ):
-        observed = torch.compile(model, backend=backend)
         row = bar.add_task("calibrating", total=limit)
         for batch in itertools.islice(batches, limit):
             loss_fn(observed, batch).backward()

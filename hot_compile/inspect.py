@@ -6,27 +6,30 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import networkx
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import fx
 
 from .backend import hot
 from .config import Strategy
+from .figures import most_frequent_reason
 from .graphs import union
 from .observing.watching import twin
 from .page import save_page
+from .passes.cost import tuned
 from .passes.head.plan import HeadDecision
 from .passes.layers.plan import Decision, Plan
 from .passes.measure.profile import Profile
 from .passes.storage.record import Crossing
+from .progress import progress
 from .record import GraphReport, Reports, run_uncompiled
-from .tables import PlainTable
+from .stand_in import compiled_by, laid_over
+from .tables import PlainTable, rendered
 from .unchanged import reached, unchanged
 
 
@@ -35,6 +38,8 @@ class Explanation:
     """What ``backend="hot"`` does to a model; prints itself as a table."""
 
     graphs: tuple[GraphReport, ...]
+    note: str = ""
+    """What is to be known of the predictions."""
 
     @property
     def plan(self) -> Plan:
@@ -72,7 +77,7 @@ class Explanation:
 
         ``profile``: what calibration measured, or its file; the layers' errors are then shown.
         """
-        save_page(path, self.graphs, profile=profile)
+        save_page(path, self.graphs, profile=profile, note=self.note)
 
     def table(self) -> Table:
         """Layer, shape, strategy or refusal and why, saved bytes, predicted gain.
@@ -127,28 +132,29 @@ class Explanation:
         return [c for graph in self.graphs for c in graph.crossing if c.asked_bits]
 
     def __str__(self) -> str:
-        console = Console(width=140, record=False)
-        with console.capture() as capture:
-            console.print(self.table())
-            if self.plan.forwards:
-                console.print(self.forwards_table())
-            if self.plan.exact_forms:
-                console.print(self.forms_table())
-            if self.plan.heads:
-                console.print(head_table(self.plan.heads))
-            for c in self._asked_for():
-                console.print(f"{c.module} ({c.name}) is stored as {c.scheme}: {c.reason}")
-            before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
-            console.print(
-                f"held between forward and backward: {megabytes(self.held_bytes)} "
-                f"({megabytes(before)} uncompressed)"
-            )
-            console.print(predicted_time(self.graphs))
-            for text in budgets(self.graphs):
-                console.print(text)
-            rates = "; ".join(self.plan.rates) or "none, nothing was priced"
-            console.print(f"rates: {rates}; plan {self.digest}", highlight=False)
-        return capture.get()
+        return rendered(self._parts())
+
+    def _parts(self) -> Iterator[Table | str]:
+        """What is printed, in order."""
+        yield self.table()
+        if not self.plan.rewritten:
+            yield why_nothing(self.plan)
+        if self.plan.forwards:
+            yield self.forwards_table()
+        if self.plan.exact_forms:
+            yield self.forms_table()
+        if self.plan.heads:
+            yield head_table(self.plan.heads)
+        for c in self._asked_for():
+            yield f"{c.module} ({c.name}) is stored as {c.scheme}: {c.reason}"
+        before = sum(c.bytes_before for graph in self.graphs for c in graph.crossing)
+        held = megabytes(self.held_bytes)
+        yield f"held between forward and backward: {held} ({megabytes(before)} uncompressed)"
+        yield predicted_time(self.graphs)
+        yield from (self.note,) if self.note else ()
+        yield from budgets(self.graphs)
+        rates = "; ".join(self.plan.rates) or "none, nothing was priced"
+        yield f"rates: {rates}; plan {self.digest}"
 
 
 def _folded(plan: Plan) -> list[list[Decision]]:
@@ -227,6 +233,28 @@ def budgets(graphs: Sequence[GraphReport]) -> list[str]:
     return texts
 
 
+def why_nothing(plan: Plan) -> str:
+    """Why no product was rewritten, in a sentence: the most frequent reason."""
+    if not plan.decisions:
+        return (
+            'No product was found: nothing that needs a gradient was compiled by "hot", or it has '
+            "no Linear and no convolution."
+        )
+    return f"No product was rewritten. The most frequent reason: {most_frequent_reason(plan)}."
+
+
+def rates_note(devices: Iterable[torch.device]) -> str:
+    """That nothing was measured on one of these devices, if it is so."""
+    bare = {d.type for d in devices if d.type in ("cpu", "cuda") and not tuned.path_of(d).exists()}
+    if not bare:
+        return ""
+    names = " and ".join(sorted(bare))
+    return (
+        f"Predicted by a built-in table: nothing was measured on this machine's {names} yet. "
+        "Run hot-compile tune."
+    )
+
+
 def milliseconds(seconds: float) -> str:
     """How long ``seconds`` are, whatever their sign, in ms."""
     return f"{abs(seconds) * 1e3:.3g} ms"
@@ -249,11 +277,12 @@ def explain(
     Args:
         model: an ``nn.Module`` in training mode, or any function of a training step: it may compute
             the loss, call ``backward`` and step an optimizer. Models are found through its
-            arguments, closure and globals.
+            arguments, closure and globals. What is compiled by "hot" already (``model.compile``,
+            ``torch.compile``) is explained piece by piece as it is compiled.
         inputs, keywords: what a training step passes to it; shapes and dtypes matter, values
             hardly. A model with an argument ``options`` of its own goes into a function:
             ``explain(lambda: model(x, options=...))``.
-        options: as for ``torch.compile``.
+        options: as for ``torch.compile``; over those that a compiled model has of its own.
 
     Returns:
         An :class:`Explanation`; ``.plan``, ``.held_bytes`` and ``.to_json()`` are for programs.
@@ -262,10 +291,16 @@ def explain(
         TypeError: ``model`` cannot be called, or ``options`` is no dict.
     """
     check_arguments("explain", model, options)
-    reports = Reports()
-    with unchanged(reached(model, inputs, keywords)) as set_aside, torch.enable_grad():
-        torch.compile(model, backend=reporting(reports, options, set_aside))(*inputs, **keywords)
-    explanation = Explanation(tuple(reports.graphs))
+    reports, found = Reports(), reached(model, inputs, keywords)
+    with (
+        progress(1) as begin,
+        unchanged(found) as set_aside,
+        torch.enable_grad(),
+        compiled_by(model, found, reporting(reports, options, set_aside)) as compiled,
+    ):
+        begin("tracing one training step")
+        compiled(*inputs, **keywords)
+    explanation = Explanation(tuple(reports.graphs), rates_note(found.devices))
     print(explanation)
     return explanation
 
@@ -281,10 +316,10 @@ def reporting(
     ``before`` sees the arguments of every call. ``keywords`` are ``hot``'s.
     """
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **asked: Any) -> Any:
         own = twin(gm)
         lowering: dict[str, Any] = {"inner_compile": run_uncompiled, **keywords}
-        hot(gm, example_inputs, options=options, recorder=reports, **lowering)
+        hot(gm, example_inputs, recorder=reports, **laid_over(options, asked), **lowering)
 
         def run(*arguments: Any) -> Any:
             before(arguments)

@@ -1,5 +1,7 @@
 """``hot-compile run script.py``: backend "hot" where a script asks torch.compile for its default.
 
+Where it asks for "hot" itself, that counts and is reported, too.
+
 The one seam is :func:`hot_by_default`, which replaces ``torch.compile`` while the script runs, in
 this process only. ``nn.Module.compile``, Hugging Face's Trainer, accelerate and others call it.
 """
@@ -22,11 +24,12 @@ import torch
 from torch import fx
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .backend import check_options, hot
+from .backend import check_options, hot, trains
 from .errors import OptionError, ScriptError
+from .figures import Figures, graph_key
 from .page import save_page
 from .stock import Compared
-from .summary import Figures, Summary, graph_key
+from .summary import Summary
 
 
 def parse_settings(settings: Sequence[str], recipe: str | None = None) -> dict[str, Any]:
@@ -85,7 +88,11 @@ class _Default:
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         merged = {**(options or {}), **self._options}
-        listener = self._summary.listener(graph_key(gm, example_inputs, mode, merged))
+        listener = None
+        if trains(example_inputs):
+            listener = self._summary.listener(graph_key(gm, example_inputs, mode, merged))
+        else:
+            self._summary.without_backward()
         recorder = self._compared.recorder(gm, example_inputs) if self._compared else None
         return hot(
             gm, example_inputs, mode=mode, options=merged, recorder=recorder, listener=listener
@@ -96,7 +103,7 @@ class _Default:
 def hot_by_default(
     options: Mapping[str, Any], compared: Compared | None = None
 ) -> Iterator[Summary]:
-    """Inside, ``torch.compile`` without a backend, or with "inductor", compiles by "hot".
+    """Inside, ``torch.compile`` without a backend, with "inductor" or "hot", compiles by "hot".
 
     Every other backend stays. ``options`` lie over those that torch.compile's caller gives.
     ``compared`` keeps all of every graph, which is then traced as stock, too, and compiled anew.
@@ -107,7 +114,8 @@ def hot_by_default(
     @functools.wraps(stock)
     def compile_hot(model: Any = None, *, backend: Any = None, **keywords: Any) -> Any:
         wanted = _default_backend() if backend is None else backend
-        return stock(model, backend=default if wanted == "inductor" else wanted, **keywords)
+        ours = wanted in ("inductor", "hot", torch._dynamo.lookup_backend("hot"))
+        return stock(model, backend=default if ours else wanted, **keywords)
 
     torch.compile = compile_hot  # type: ignore[assignment]
     try:

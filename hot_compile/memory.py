@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -111,8 +114,14 @@ def _cpu_peak(call: Callable[[], Any]) -> int:
     Unlike resident set size this does not depend on what malloc gives back to the system, so it is
     the same number in every run.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    prof = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silent():
+        prof.start()
+    try:
         call()
+    finally:
+        with _silent():
+            prof.stop()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     alive = peak = 0
@@ -120,3 +129,17 @@ def _cpu_peak(call: Callable[[], Any]) -> int:
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without stderr: the profiler's library writes there, and is told its level at start only."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -33,6 +33,7 @@ def save_page(
     profile: Profile | str | Path | None = None,
     title: str = "",
     stock: Mapping[str, Sequence[GraphReport]] | None = None,
+    note: str = "",
 ) -> None:
     """Write the page to ``path``. It reads nothing from anywhere else.
 
@@ -42,13 +43,14 @@ def save_page(
         profile: what calibration measured, or its file, for the layers' errors.
         title: what it is a report of.
         stock: by configuration, what others would make of the same graphs.
+        note: what is to be known of the predictions.
 
     Raises:
         ValueError: the reports have no graphs.
         ProfileFormatError: ``profile`` is a file that is none.
     """
     profile = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
-    content = {"title": title, **page_data(graphs, measured, profile, stock)}
+    content = {"title": title, "note": note, **page_data(graphs, measured, profile, stock)}
     data = json.dumps(content, separators=(",", ":"))
     template = resources.files("hot_compile").joinpath("page.html").read_text(encoding="utf-8")
     Path(path).write_text(template.replace(_PLACE, _harmless(data)), encoding="utf-8")

@@ -13,6 +13,7 @@ from .backend import hot
 from .observing.watching import twin
 from .passes.context import Recorder
 from .record import GraphReport, Reports, run_uncompiled
+from .stand_in import laid_over
 
 STOCK = {"recipe": "exact", "memory": "off", "exact_forms": False, "head": "off"}
 """Options that leave a graph as Inductor has it."""
@@ -52,10 +53,12 @@ class Compared:
         return self.ours
 
     def backend(self, options: Mapping[str, Any] | None) -> Any:
-        """``torch.compile``'s backend "hot" with ``options``, compared."""
+        """``torch.compile``'s backend "hot", compared; ``options`` lie over those it is given."""
 
-        def compared(gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor], **_: Any) -> Any:
+        def compared(
+            gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor], **asked: Any
+        ) -> Any:
             recorder = self.recorder(gm, example_inputs)
-            return hot(gm, example_inputs, options=options, recorder=recorder)
+            return hot(gm, example_inputs, recorder=recorder, **laid_over(options, asked))
 
         return compared

@@ -2,86 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import hashlib
-import json
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Collection
 
 import torch
 from rich.console import Console
-from torch import fx
 
+from .figures import Figures
 from .inspect import megabytes
-from .passes.graph import readable
-from .passes.pipeline import sources_hash
 from .record import GraphReport, Listener
-from .runtime.native.build import cache_dir
-from .runtime.native.providers import runtime_version
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What was done to one graph."""
-
-    layers: str
-    """Digest of its layers' names and widths: the same for every batch."""
-    products: int
-    rewritten: int
-    held: int
-    uncompressed: int
-
-    @classmethod
-    def of(cls, report: GraphReport) -> Figures:
-        """The figures of a graph that was compiled."""
-        layers = repr([(d.site, d.shape[1:]) for d in report.plan])
-        return cls(
-            layers=hashlib.sha256(layers.encode()).hexdigest(),
-            products=len(report.plan.decisions),
-            rewritten=len(report.plan.rewritten),
-            held=report.held_bytes,
-            uncompressed=sum(c.bytes_before for c in report.crossing),
-        )
-
-    def save(self, digest: str) -> None:
-        """Keep them for a process that gets this graph from Inductor's cache; or do nothing."""
-        with contextlib.suppress(OSError):
-            path = _noted(digest)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(dataclasses.asdict(self), file)
-            Path(file.name).replace(path)
-
-    @classmethod
-    def load(cls, digest: str) -> Figures | None:
-        """What was kept of a graph; None if nothing was, or it cannot be read."""
-        try:
-            return cls(**json.loads(_noted(digest).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-
-def _noted(digest: str) -> Path:
-    return cache_dir() / "figures" / f"{digest[:32]}.json"
-
-
-def graph_key(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]
-) -> str:
-    """Digest of one of Dynamo's graphs and of how it is to be compiled."""
-    inputs = [
-        (str(x.dtype), str(x.device), list(map(str, x.shape)), x.requires_grad)
-        if isinstance(x, torch.Tensor)
-        else str(type(x))
-        for x in example_inputs
-    ]
-    settings = sorted((key, repr(value)) for key, value in options.items())
-    versions = torch.__version__, sources_hash(), runtime_version()
-    parts = readable(gm), inputs, mode, settings, versions
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 class Summary:
@@ -89,6 +18,7 @@ class Summary:
 
     def __init__(self) -> None:
         self._asked: list[str] = []
+        self._without_backward = 0
         self._told: dict[str, Figures] = {}
         self._rank = 0
 
@@ -102,10 +32,13 @@ class Summary:
         self._rank = torch.distributed.get_rank() if distributed else 0
 
         def listen(report: GraphReport) -> None:
-            self._told[digest] = figures = Figures.of(report)
-            figures.save(digest)
+            self._told[digest] = Figures.of(report)
 
         return listen
+
+    def without_backward(self) -> None:
+        """A graph is being compiled that has no backward."""
+        self._without_backward += 1
 
     @property
     def is_first(self) -> bool:
@@ -118,9 +51,12 @@ class Summary:
             Console(stderr=True, highlight=False, markup=False).print(str(self), soft_wrap=True)
 
     def __str__(self) -> str:
-        if not self._asked:
-            return "hot: nothing compiled: nobody asked for torch.compile's default, or had a graph"
-        count = len(self._asked)
+        count = len(self._asked) + self._without_backward
+        if not count:
+            return (
+                'hot: nothing compiled: nobody asked torch.compile for its default or for "hot", '
+                "or had a graph"
+            )
         seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
         parts = [f"{count} graph{'s' * (count > 1)} compiled", *self._of_layers()]
         return f"hot: {', '.join(parts)}; {seconds:.1f} s compiling"
@@ -132,11 +68,23 @@ class Summary:
         held, uncompressed = (sum(getattr(f, n) for f in last) for n in ("held", "uncompressed"))
         parts = [
             f"{sum(f.rewritten for f in last)} of {sum(f.products for f in last)} "
-            "products rewritten",
+            f"products rewritten{_why(last)}",
             f"{megabytes(held)} held for the backward ({megabytes(uncompressed)} uncompressed)",
         ]
         cached = sum(1 for digest, figures in found.items() if figures and digest not in self._told)
         others = sum(1 for figures in found.values() if figures is None)
-        notes = [f"{cached} from Inductor's cache"] * bool(cached)
-        notes += [f"{others} without a backward, or not known of"] * bool(others)
+        counts = {
+            "from Inductor's cache": cached,
+            "without a backward": self._without_backward,
+            "from Inductor's cache, where nothing is kept of what was done": others,
+        }
+        notes = [f"{number} {what}" for what, number in counts.items() if number]
         return (parts if last else []) + notes
+
+
+def _why(graphs: Collection[Figures]) -> str:
+    """If nothing was rewritten: the reason that most had."""
+    if any(figures.rewritten for figures in graphs):
+        return ""
+    reasons = Counter({figures.why: figures.products for figures in graphs if figures.why})
+    return "".join(f" (most: {reason})" for reason, _ in reasons.most_common(1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Literal
+import shutil
+from collections.abc import Iterable, Set
+from typing import Any, Literal
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,3 +26,16 @@ class PlainTable(Table):
     def add(self, *cells: str) -> None:
         """One row."""
         self.add_row(*map(Text, cells))
+
+
+_WIDEST, _NARROWEST = 140, 60
+
+
+def rendered(parts: Iterable[Any]) -> str:
+    """Tables and lines as text, as wide as the terminal; 140 columns where there is none."""
+    columns = shutil.get_terminal_size((_WIDEST, 0)).columns
+    console = Console(width=min(_WIDEST, max(_NARROWEST, columns)), highlight=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(Text(part) if isinstance(part, str) else part)
+    return capture.get()

@@ -81,7 +81,7 @@ BELOW_BACKEND = {
     f"hot_compile.{name}"
     for name in (
         *("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks"),
-        "budget",
+        *("budget", "figures", "unchanged", "stand_in"),
     )
 }
 TOP = 5

@@ -1,5 +1,6 @@
 """``hot-compile run``: a script as Python runs it, with "hot" where it asks for the default."""
 
+import functools
 import json
 import os
 import re
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from hot_compile import launch, summary
+from hot_compile import figures, launch
+from hot_compile.backend import hot
 from hot_compile.cli import app
 from hot_compile.errors import OptionError, ScriptError
 from hot_compile.launch import hot_by_default, parse_settings
@@ -32,7 +34,7 @@ def seen(monkeypatch, tmp_path):
         return stock(gm, inputs, options=options, inner_compile=run_uncompiled, **told)
 
     monkeypatch.setattr(launch, "hot", unlowered)
-    monkeypatch.setattr(summary, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(figures, "cache_dir", lambda: tmp_path)
     torch._dynamo.reset()
     yield calls
     torch._dynamo.reset()
@@ -141,7 +143,38 @@ def test_what_comes_from_inductors_cache_is_known_from_before(seen, monkeypatch)
     torch._dynamo.reset()
     with hot_by_default({**ALWAYS, "recipe": "paper"}) as other:
         torch.compile(model)(X).sum().backward()
-    assert "not known of" in str(other)
+    assert "nothing is kept of what was done" in str(other)
+
+
+def test_what_a_plain_run_has_compiled_is_known_in_the_next(seen, monkeypatch):
+    """The caches are warm from a run without hot-compile's command."""
+    model, options = MLP(), {**ALWAYS, "recipe": "int8"}
+    lowering = functools.partial(hot, inner_compile=run_uncompiled)
+    torch.compile(model, backend=lowering, options=options)(X).sum().backward()
+    torch._dynamo.reset()
+    monkeypatch.setattr(launch, "hot", lambda gm, *_, **__: gm.forward)  # no pass runs, none tells
+    with hot_by_default({}) as told:
+        torch.compile(model, backend="hot", options=options)(X).sum().backward()
+    assert "1 graph compiled, 2 of 2 products rewritten" in str(told)
+    assert "1 from Inductor's cache" in str(told)
+
+
+@pytest.mark.parametrize("ask", [decorated, in_place], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("backend", ["hot", hot], ids=["name", "function"])
+def test_a_script_that_says_hot_itself_is_told_of_too(seen, ask, backend):
+    with hot_by_default({"min_gain": 0}) as told:
+        ask(backend=backend, options={"keep_head": False, "min_gain": 9})(X).sum().backward()
+    assert seen == [(None, ALWAYS)]
+    assert "1 graph compiled, 2 of 2 products rewritten" in str(told)
+
+
+def test_nothing_rewritten_says_why(seen):
+    with hot_by_default({"exclude": ["*"]}) as told, torch.no_grad():
+        torch.compile(MLP())(X)
+        with torch.enable_grad():
+            torch.compile(MLP())(X).sum().backward()
+    assert "2 graphs compiled, 0 of 2 products rewritten (most: in exclude" in str(told)
+    assert "1 without a backward" in str(told)
 
 
 def test_the_same_layers_compiled_again_count_once(seen):
@@ -252,9 +285,11 @@ torch.compile(model)(torch.randn(48, 64)).square().mean().backward()
 """
 
 
-def test_a_page_of_what_a_script_did(seen, process, tmp_path, monkeypatch):
+@pytest.mark.parametrize("said", ["model", 'model, backend="hot"'])
+def test_a_page_of_what_a_script_did(seen, process, tmp_path, monkeypatch, said):
     script = tmp_path / "script.py"
-    script.write_text(f"import os\nos.chdir('/')\n{STEP}")
+    step = STEP.replace("torch.compile(model)", f"torch.compile({said})")
+    script.write_text(f"import os\nos.chdir('/')\n{step}")
     monkeypatch.chdir(tmp_path)
     command = ["run", "--report", "page.html", "--set", "min_gain=0", str(script)]
     result = CliRunner().invoke(app, command)

@@ -214,6 +214,7 @@ window.addEventListener("load", () => {
   said.glance = document.getElementById("glance").textContent;
   said.curves = all("timeline", ".curve").length;
   said.legends = all("timeline", ".legend").map(text => text.textContent);
+  said.sideways = document.documentElement.scrollWidth - window.innerWidth;
   said.measured = document.getElementById("measured")?.textContent;
   document.body.replaceChildren(JSON.stringify(said));
 });
@@ -226,7 +227,11 @@ def in_browser(page, tmp_path):
     copy = tmp_path / "clicked.html"
     copy.write_text(text.replace("<main>", f"<script>{CLICKS}</script><main>", 1), encoding="utf-8")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    flags += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=5000"]
+    flags += [
+        "--window-size=500,900",
+        f"--user-data-dir={tmp_path / 'browser'}",
+        "--virtual-time-budget=5000",
+    ]
     command = [browser(), *flags, "--dump-dom", copy.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     body = re.search(r"<body>(.*)</body>", done.stdout, re.S).group(1)
@@ -254,11 +259,14 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert "hot.scaled_int_mm" in said["last"][1]
     assert "hot." not in said["last"][0]
     assert said["zoomed"]
+    assert said["sideways"] <= 0  # on a phone tables scroll inside their boxes
     assert NASTY in said["glance"]
     assert "exact+recompute" in said["measured"]
     assert said["curves"] == len(said["legends"]) == 3
     for name, text in zip(("exact", "exact+recompute", "hot"), said["legends"], strict=True):
         assert f" {name}, most " in text
+    for text in (said["legends"][0], said["legends"][2]):  # the headline is the chart's
+        assert text.split(", most ")[1] in said["glance"]
 
 
 @pytest.mark.slow
