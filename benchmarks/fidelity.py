@@ -6,12 +6,15 @@
     python benchmarks/fidelity.py restore                              # cells from that JSON
     python benchmarks/fidelity.py run --recipes 8-bit --seeds 3 --out out/eight_bits
     python benchmarks/fidelity.py figures FILE.json --out out/eight_bits   # for pages.py
+    python benchmarks/fidelity.py run --suite images --device cuda --jobs 6 --out out/real
 
 A cell is one task trained with one recipe from one seed; its result is a JSON file below ``--out``,
 and cells that are there are not run again. All cells of a task and seed start from the same weights
 and see the same batches. By default the finished graphs are run node by node, on CUDA as replays of
 one captured step: the arithmetic of the code that Inductor makes of them (``--lower``) without its
-compile time. Cells are run in order of importance, so that a run that is stopped has the main ones.
+compile time. Suites besides ``small`` are the papers' tables on pretrained weights and images that
+others know (``fidelity_real.py``), in bf16 on CUDA. Cells are run in order of importance, so that a
+run that is stopped has the main ones.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from fidelity_cells import EIGHT_BITS, FLOAT8, Cells
+from fidelity_real import REAL, SUITES, as_products
 from fidelity_report import figures_of, write_figures, write_report
-from fidelity_tasks import NEEDS_PRETRAINING, TASKS, Setting, pretrain
+from fidelity_tasks import NEEDS_PRETRAINING, Setting, pretrain
+from fidelity_tasks import TASKS as SMALL
 from float8_reference import in_float8
-from report import environment
+from report import environment, show
+from tables import scores
 from torch._inductor.compile_fx import compile_fx_inner
 
 from hot_compile.backend import hot
@@ -50,6 +56,7 @@ from fidelity_train import EAGER_STEPS, Training
 
 app = typer.Typer(help=__doc__.split("\n")[0], no_args_is_help=True, add_completion=False)
 
+TASKS = {**SMALL, **REAL}
 OFF = {"memory": "off"}
 PER_TOKEN = {"recipe": "paper", "per_token": True}
 LOW_RANK = {"*lora_*": "hla8"}
@@ -94,7 +101,9 @@ SUITE: dict[str, tuple[str, ...]] = {
     "two-digits": (*_OTHERS, *_FORWARDS),
     "glyph-resnet": (*_OTHERS, "hot, memory in 8 bits", *_FORWARDS),
 }
-"""What the full suite runs for each task."""
+"""What the full suite runs for each of the small tasks."""
+OF_PAPERS = ("paper", "int4-naive", "luq", "lbp-wht")
+"""Recipes, by how they begin, that see convolutions as products."""
 IMPORTANCE = (
     *("exact", "hot, memory", *_FORWARDS, "hot", "fast", "LoRA both", "LoRA frozen"),
     *("luq", "int4-naive", "lbp-wht", "paper, r=4", "paper, r=2", "paper, r=1", *_STORED),
@@ -125,6 +134,7 @@ Group = tuple[str, str, list[int]]
 
 @app.command()
 def run(
+    suite: Annotated[str, typer.Option(help=f"small, {', '.join(SUITES)}")] = "small",
     tasks: Annotated[str, typer.Option(help=f"comma-separated; {', '.join(TASKS)}")] = "",
     recipes: Annotated[
         str, typer.Option(help="separated by ';'; 8-bit: those of its table; else the suite's")
@@ -135,21 +145,30 @@ def run(
     quick: Annotated[bool, typer.Option(help="tiny models for 8 steps")] = False,
     lower: Annotated[bool, typer.Option(help="generate Inductor's code")] = False,
     deadline: Annotated[float, typer.Option(help="start nothing after this many seconds")] = 1e9,
+    steps: Annotated[int, typer.Option(help="by default the task's")] = 0,
+    weights: Annotated[Path | None, typer.Option(help="folder of what is not installed")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="cifar-100-python, or a folder with train and val")
+    ] = None,
     out: Out = OUT,
 ) -> None:
     """Train every cell that has no result yet."""
-    names = [name for name in tasks.split(",") if name] or list(SUITE)
+    suites = {"small": SUITE, **SUITES}
+    if suite not in suites:
+        raise typer.BadParameter(f"got {suite!r}; expected one of {', '.join(suites)}")
+    names = [name for name in tasks.split(",") if name] or list(suites[suite])
     if unknown := set(names) - set(TASKS):
         raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {', '.join(TASKS)}")
     chosen = [name for name in recipes.split(";") if name] if recipes != "8-bit" else EIGHT_BITS
     if unknown := set(chosen) - set(RECIPES):
         raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {'; '.join(RECIPES)}")
-    pairs = [(task, recipe) for task in names for recipe in chosen or SUITE[task]]
+    pairs = [(task, recipe) for task in names for recipe in chosen or suites[suite].get(task, MAIN)]
     pairs.sort(key=lambda pair: IMPORTANCE.index(pair[1]))
     groups = [group for pair in pairs for group in _groups(*pair, seeds, out)]
     out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    team = Team(groups, Setting(out, device, quick), lower, threads, time.monotonic() + deadline)
+    setting = Setting(out, device, quick, weights, images, steps)
+    team = Team(groups, setting, lower, threads, time.monotonic() + deadline)
     team.run(jobs)
 
 
@@ -262,7 +281,8 @@ def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, low
         data = {
             "task": task, "recipe": recipe, "seed": seed, "options": RECIPES[recipe],
             "metric": work.metric, "score": score, "steps": work.steps,
-            "held_bytes": training.held, "seconds": round(seconds, 1),
+            "held_bytes": training.held, "peak_bytes": training.peak, "lowered": lower,
+            "data": str(setting.images or ""), "seconds": round(seconds, 1),
             "losses": [round(loss, 4) for loss in losses],
             "strategies": {d.site: f"{d.strategy}" for d in plan},
             "reasons": {d.site: d.reason for d in plan}, "forwards": _forwards(plan),
@@ -276,9 +296,13 @@ def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, low
 def _task(task: str, recipe: str, setting: Setting) -> Task:
     """The task, its model changed where the recipe wants that."""
     work = TASKS[task](setting)
-    if recipe != FLOAT8:
-        return work
-    return dataclasses.replace(work, build=lambda: in_float8(work.build()))
+    if setting.steps:
+        work = dataclasses.replace(work, steps=setting.steps)
+    if recipe == FLOAT8:
+        return dataclasses.replace(work, build=lambda: in_float8(work.build()))
+    if recipe.startswith(OF_PAPERS):
+        return dataclasses.replace(work, build=lambda: as_products(work.build()))
+    return work
 
 
 def _forwards(plan: Plan) -> dict[str, list[str]]:
@@ -322,9 +346,9 @@ def report(out: Out = OUT, document: Document = DOCUMENT) -> None:
 
 @app.command()
 def figures(file: Path, out: Out = OUT) -> None:
-    """The cells as one JSON file, which ``pages.py`` makes tables of."""
-    for line in write_figures(Cells.load(out), file):
-        print(line)
+    """The cells as one JSON file, which ``pages.py`` makes tables of; and one of them here."""
+    said = write_figures(Cells.load(out), file)
+    show(scores([json.loads(file.read_text())]), "\n".join(said))
 
 
 @app.command()

@@ -54,6 +54,10 @@ class Cells:
         """By seed."""
         return [cell for _, cell in sorted(self._cells[task][recipe].items())]
 
+    def recipes(self, task: str) -> list[str]:
+        """That it was trained with, exact first."""
+        return sorted(self._cells[task], key=lambda recipe: recipe != "exact")
+
     def relative(self, task: str, recipe: str) -> list[float]:
         """Per seed: how much better than exact, relative to it (negative: worse)."""
         exact = {cell.seed: cell.score for cell in self.get(task, "exact")}

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from tables import Document, Lines
 
 
+_BYTES = ("MiB held", "MiB peak")
+
+
 def eight_bits(documents: list[Document]) -> Lines:
     """``fidelity.py``: a task's scores, and their difference to exact in percent of it, by seed."""
     cells, others = _cells(documents), EIGHT_BITS[1:]
@@ -35,6 +38,23 @@ def forwards(documents: list[Document]) -> Lines:
             why = "; ".join(f"{n} × {reason}" for reason, n in left.items())
             exact = sum(left.values())
             lines.append((task, str(ways.total() - exact), str(exact), why))
+    return lines
+
+
+def scores(documents: list[Document]) -> Lines:
+    """``fidelity.py``: tasks by recipes, each beside exact by seed; bytes of one step."""
+    cells = _cells(documents)
+    lines: Lines = [("task", "recipe", "score", "better than exact by, %", "seeds", *_BYTES)]
+    for task in cells.tasks:
+        unit = ""
+        for recipe in cells.recipes(task):
+            found, gain = cells.get(task, recipe), mean_spread(cells.relative(task, recipe), 100)
+            name = "" if unit else task
+            unit = "loss" if found[0].metric in LOWER_IS_BETTER else "%"
+            sizes = (found[0].held_bytes, found[0].raw.get("peak_bytes", 0))
+            each = (f"{size / 2**20:.0f}" if size else "" for size in sizes)
+            gain = "" if recipe == "exact" else gain
+            lines.append((name, recipe, f"{score_of(found)} {unit}", gain, str(len(found)), *each))
     return lines
 
 

@@ -34,6 +34,12 @@ class Setting:
     out: Path
     device: str = "cpu"
     quick: bool = False
+    weights: Path | None = None
+    """Where pretrained weights and Fashion-MNIST lie; None: where packages put them."""
+    images: Path | None = None
+    """CIFAR-100's folder, or one with train and val in it, in Fashion-MNIST's place."""
+    steps: int = 0
+    """0: the task's own."""
 
 
 def glyph_vit(classes: int, quick: bool) -> nn.Module:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from common import Task, learning_rate
-from torch import Tensor, nn
+from torch import Tensor
 
-from hot_compile.memory import held_bytes
+from hot_compile.memory import held_bytes, peak_bytes
 
 log = logging.getLogger(__name__)
 EAGER_STEPS = 3
@@ -30,7 +30,8 @@ class Training:
     def __init__(self, task: Task, backend: Callable[..., Any], seed: int, eager: int) -> None:
         self.task = task
         self.losses: list[Tensor] = []
-        self.held = 0
+        self.held = self.peak = 0
+        """Bytes between forward and backward; at most in a step by itself (CUDA)."""
         self._eager = eager
         self._cuda = task.device.type == "cuda"
         self._stream = torch.cuda.Stream() if self._cuda else None
@@ -57,13 +58,19 @@ class Training:
             self._rate.fill_(self.task.learning_rate * learning_rate(number, self.task.steps))
             if self._cuda and number == self._eager:
                 self._replay = self._captured()
-            (self._replay or self._train)()
+            if self._cuda and number == self._eager - 1:
+                self.peak = peak_bytes(self._train, self.task.device)
+            else:
+                (self._replay or self._train)()
             self.losses.append(self._loss.clone())
 
     def finish(self) -> tuple[list[float], float]:
         """(losses, held-out metric)."""
-        with self._here():
+        with self._here(), self._cast():
             return torch.stack(self.losses).tolist(), self.task.evaluate(self.model.eval())
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.task.device.type, torch.bfloat16, enabled=self.task.bf16)
 
     def _here(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._cuda else contextlib.nullcontext()
@@ -76,10 +83,10 @@ class Training:
             place.copy_(t.pin_memory() if self._cuda else t, non_blocking=True)
 
     def _train(self) -> None:
-        x, y = self._batch
-        loss = nn.functional.cross_entropy(self._forward(x).flatten(0, -2), y.flatten())
+        with self._cast():
+            loss = self.task.loss(self._forward, *self._batch)
         if not self.losses:
-            self.held = held_bytes(loss, self.model, (x, y))
+            self.held = held_bytes(loss, self.model, self._batch)
         loss.backward()
         self._optimizer.step()
         self._loss = loss.detach()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
-from fidelity_forwards import eight_bits, forwards
+from fidelity_forwards import eight_bits, forwards, scores
 
 Document = dict[str, Any]
 Raw = dict[str, Any]
@@ -340,6 +340,6 @@ TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     for table in (
         *(steps, budgets, training, layers, convs, quality, heads),
         *(transforms, products, packing, curves, monitoring, pretraining),
-        *(eight_bits, forwards),
+        *(eight_bits, forwards, scores),
     )
 }

@@ -37,13 +37,13 @@ def every_model() -> dict[str, Callable[[], Built]]:
     for module in timm.list_modules():
         names = timm.list_models(module=module)
         if names:
-            found[f"timm:{module}"] = functools.partial(image_model, _smallest(names))
+            found[f"timm:{module}"] = functools.partial(image_model, smallest(names))
     found |= {f"timm:{n}": functools.partial(image_model, n) for n in BESIDE}
     return {**found, **{f"transformers:{n}": f for n, f in TRANSFORMERS.items()}}
 
 
-def _smallest(names: list[str]) -> str:
-    """By name: parameters would take building all thousand of them."""
+def smallest(names: list[str]) -> str:
+    """The smallest by name: parameters would take building all thousand of them."""
 
     def size(name: str) -> tuple[int, int, str]:
         return next((i for i, p in enumerate(SMALL) if p in name), len(SMALL)), len(name), name
@@ -68,12 +68,13 @@ def image_model(name: str) -> Built:
     size = model.default_cfg["input_size"]
     x, y = torch.randn(BATCH, *size), torch.arange(BATCH) % CLASSES
 
-    def loss(model: Any) -> Tensor:
-        out = model(x)
-        outs = out if isinstance(out, (tuple, list)) else (out,)
-        return torch.stack([nn.functional.cross_entropy(o, y) for o in outs]).mean()
+    return Built(model, lambda m: images_loss(m(x), y))
 
-    return Built(model, loss)
+
+def images_loss(out: Any, y: Tensor) -> Tensor:
+    """Cross entropy of logits, or of several heads' on average."""
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    return torch.stack([nn.functional.cross_entropy(o, y) for o in outs]).mean()
 
 
 def configured(

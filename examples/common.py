@@ -31,7 +31,7 @@ Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Quick = Annotated[bool, typer.Option(help="a tiny model for 8 steps")]
 OUT = Path("out")
 
-Batches = Iterator[tuple[Tensor, Tensor]]
+Batches = Iterator[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Variant:
         return torch.compile(model, backend=self.backend, options=self.options)
 
 
+def classification_loss(forward: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy of ``forward(x)`` [..., classes] with ``y`` [...]."""
+    return nn.functional.cross_entropy(forward(x).flatten(0, -2), y.flatten())
+
+
 @dataclass(frozen=True)
 class Task:
     """Something to train: every variant starts from the same weights and sees the same batches."""
@@ -64,6 +69,10 @@ class Task:
     learning_rate: float
     device: torch.device
     weight_decay: float = 0.05
+    loss: Callable[..., Tensor] = classification_loss
+    """Of a forward (compiled or not) and a batch."""
+    bf16: bool = False
+    """Forwards run in autocast."""
 
 
 @dataclass
@@ -151,7 +160,7 @@ class _Step:
         x, y = x.to(self.task.device), y.to(self.task.device)
         synchronize(self.task.device)
         start = time.perf_counter()
-        loss = nn.functional.cross_entropy(self.forward(x).flatten(0, -2), y.flatten())
+        loss = self.task.loss(self.forward, x, y)
         if not run.held:  # first step: its time is not counted
             run.held = held_bytes(loss, self.model, (x, y))
         loss.backward()

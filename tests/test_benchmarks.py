@@ -281,22 +281,21 @@ def test_head(program, tmp_path):
 
 def test_a_gradient_whose_terms_cancel_is_not_firm(program):
     """A bias in front of a norm along rows, off by an epsilon: nearly nothing is left of it."""
-    zoo = program("zoo")
+    zoo = program("zoo_compare")
     torch.manual_seed(0)
     first, second = torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(64, eps=1e-2), second)
     x, target = torch.randn(512, 32), torch.randn(512, 8)
     built = program("zoo_models").Built(model, lambda m: (m(x) * target).mean())
     exact = zoo.gradients(built.loss(model), model)
-    noisy = zoo.noisy_gradients(built)
-    kept = {name: zoo._cosine(noisy[name], exact[name]) for name in exact}
+    kept = zoo.cosines(zoo.noisy_gradients(built), exact)
     assert kept["0.bias"] < zoo.FIRM
     assert min(cosine for name, cosine in kept.items() if name != "0.bias") > 0.99
     result = zoo.Result("x")
     got = {**exact, "0.bias": -exact["0.bias"] + 1e-3 * exact["2.bias"].norm()}
     exact["0.bias"] += 1e-3 * exact["2.bias"].norm()  # not below what counts as rounding
-    noisy["0.bias"] = -exact["0.bias"]
-    zoo._note_gradients(result, got, exact, noisy)
+    kept["0.bias"] = -1.0
+    zoo.note_gradients(result, got, exact, kept)
     assert result.worst_name == "0.bias"
     assert result.firm == result.compared - 1
     assert result.firm_worst == pytest.approx(1.0)
@@ -327,4 +326,31 @@ def test_a_model_of_the_zoo(program, tmp_path):
     assert "| gpt2 | 8 of 9 |" in page
     assert "| old | 8 of 9 |" in page
     assert page.count("| all are |") == 1
+    assert "| broken | why |" in page
+
+
+def test_the_zoo_beside_stock(program, tmp_path):
+    zoo, wide = program("zoo"), program("zoo_wide")
+    assert len(zoo.every_model(wide=True)) >= 150
+    with pytest.raises(ValueError, match="at most"):
+        wide._first_that_runs(
+            iter([lambda: wide._configured("fuyu", "FuyuForCausalLM", wide._text)])
+        )
+    results = tmp_path / "zoo.jsonl"
+    zoo.run(only="torchvision:fast_rcnn", wide=True, out=results)
+    zoo.run(only="torchvision:fast_rcnn", wide=True, out=results)  # is there
+    (row,) = zoo.known(results, zoo.DeviceResult).values()
+    assert not row.error
+    assert row.rewritten == 3
+    assert row.floor == 0  # fp32 on a CPU
+    assert row.stock_off < 1e-4 < row.hot_off < 0.05
+    assert row.firm_worst > 0.99
+    assert min(row.stock_ms, row.hot_ms, row.stock_peak, row.hot_peak) > 0
+    failed = zoo.DeviceResult("broken", error="why", stock_seconds=1.0)
+    with results.open("a") as file:
+        file.write(json.dumps(dataclasses.asdict(failed)))
+    zoo.page(results, tmp_path / "zoo.md", wide=True)
+    page = (tmp_path / "zoo.md").read_text()
+    assert "1 ran, 1 failed (broken)" in page
+    assert "| torchvision:fast_rcnn | 14 | 3 of 4 |" in page
     assert "| broken | why |" in page

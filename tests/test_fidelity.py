@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -59,7 +60,12 @@ def test_fidelity_runs_what_is_missing_in_order(program, tmp_path):
     fidelity = program("fidelity")
     assert {r for recipes in fidelity.SUITE.values() for r in recipes} <= set(fidelity.IMPORTANCE)
     assert set(fidelity.IMPORTANCE) == set(fidelity.RECIPES)
-    assert set(fidelity.SUITE) == set(fidelity.TASKS)
+    assert set(fidelity.SUITE) == set(fidelity.SMALL)
+    real = {task: recipes for suite in fidelity.SUITES.values() for task, recipes in suite.items()}
+    assert set(real) == set(fidelity.REAL)
+    assert {
+        r for suite in fidelity.SUITES.values() for some in suite.values() for r in some
+    } <= set(fidelity.RECIPES)
     groups = fidelity._groups("glyph-scratch", "hot", 0, tmp_path)
     assert groups == [("glyph-scratch", "hot", [0, 1, 2]), ("glyph-scratch", "hot", [3, 4, 5])]
     path = fidelity.cell_path(tmp_path, "glyph-scratch", "hot", 1)
@@ -117,6 +123,44 @@ def test_fidelity_replays_what_it_would_do_step_by_step(program):
         return training.finish()[0]
 
     assert losses(3) == pytest.approx(losses(8), rel=1e-4)
+
+
+def test_fidelity_on_images_of_idx_files(program, tmp_path):
+    """What is missing says how to get it."""
+    fidelity, real = program("fidelity"), program("fidelity_real")
+    with pytest.raises(FileNotFoundError, match="apt install dataset-fashion-mnist"):
+        real.images("vit", fidelity.Setting(tmp_path, quick=True, weights=tmp_path))
+    for part, count in (("train", 32), ("t10k", 16)):
+        pixels = torch.randint(256, (count, 28, 28), dtype=torch.uint8)
+        for kind, data in (("images-idx3", pixels), ("labels-idx1", torch.arange(count) % 10)):
+            sizes = b"".join(n.to_bytes(4, "big") for n in data.shape)
+            head = bytes((0, 0, 8, data.dim())) + sizes
+            content = gzip.compress(head + data.to(torch.uint8).numpy().tobytes())
+            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(content)
+    given = {"weights": tmp_path, "out": tmp_path, "quick": True, "seeds": 1}
+    fidelity.run(tasks="images-vit", recipes="exact;paper", **given)
+    file = tmp_path / "figures.json"
+    fidelity.figures(file, tmp_path)
+    head, *rows = program("tables").TABLES["scores"]([json.loads(file.read_text())])
+    assert head[:2] == ("task", "recipe")
+    assert [row[:2] for row in rows] == [("images-vit", "exact"), ("", "paper")]
+
+
+def test_a_convolution_as_a_product(program):
+    program("fidelity")
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 16, 3, stride=2, padding=1))
+    changed = program("fidelity_real").as_products(copy.deepcopy(model))
+    assert type(changed[0]) is nn.Conv2d
+    x = torch.randn(2, 1, 11, 9)
+    torch.testing.assert_close(changed(x), model(x))
+
+
+def test_docstrings_and_their_functions(program):
+    program("fidelity")
+    for held_out in (False, True):
+        pairs = program("fidelity_real")._pairs(held_out, 50)
+        assert len(pairs) == 50
+        assert not any(told in code for told, code in pairs)
 
 
 def test_fidelity_goes_on_from_a_published_run(program, tmp_path):
