@@ -5,7 +5,7 @@
     python benchmarks/zoo.py run --only 'swin*,bert'  # some of them
     python benchmarks/zoo.py page                     # docs/measured/zoo.md from the results
     python benchmarks/zoo.py run --device cuda --jobs 14 --budget-seconds 480
-    python benchmarks/zoo.py page --device cuda       # docs/measured/zoo_cuda.md
+    python benchmarks/zoo.py page --device cuda       # likewise, a page of its own
 
 Each model trains some steps of SGD by eager PyTorch, so that its gradients are not those of an
 initialisation; then one step by "hot" is compared with eager's from the same weights. Dropout is

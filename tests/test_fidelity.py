@@ -137,8 +137,9 @@ def test_fidelity_on_images_of_idx_files(program, tmp_path):
             head = bytes((0, 0, 8, data.dim())) + sizes
             content = gzip.compress(head + data.to(torch.uint8).numpy().tobytes())
             (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(content)
-    given = {"weights": tmp_path, "out": tmp_path, "quick": True, "seeds": 1}
-    fidelity.run(tasks="images-vit", recipes="exact;paper", **given)
+    setting = fidelity.Setting(tmp_path, quick=True, weights=tmp_path)
+    for recipe in ("exact", "paper"):
+        fidelity._train_group("images-vit", recipe, [0], setting, False)
     file = tmp_path / "figures.json"
     fidelity.figures(file, tmp_path)
     head, *rows = program("tables").TABLES["scores"]([json.loads(file.read_text())])
