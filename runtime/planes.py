@@ -213,8 +213,8 @@ class _Place:
         sizes = [*self._outer, self._run]
         small = V.graph.sizevars.statically_known_leq(math.prod(sizes), 2**31 - 1)
         whole_type = torch.int32 if small else torch.int64
-        reads = [_flat_loader(plane) for plane in planes]
-        reads_shared = [_flat_loader(plane) for plane in shared]
+        reads = [_flat_loader(plane, whole_type) for plane in planes]
+        reads_shared = [_flat_loader(plane, whole_type) for plane in shared]
 
         def inner(index: Sequence[Any]) -> Any:
             linear = 0
@@ -268,8 +268,13 @@ class _Place:
         return group, word, piece
 
 
-def _flat_loader(plane: Any) -> Callable[[Any], Any]:
-    """Reads a contiguous tensor of Inductor's at a place: an index, or a value."""
+def _flat_loader(plane: Any, dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Reads a contiguous tensor of Inductor's at a place: an index, or a value of ``dtype``.
+
+    The place may be negative where the outcome is masked, as each half of a ``cat`` is in the
+    other's. Torch then holds a value's bounds against whole numbers, and before 2.14 it fails at a
+    quotient's, which it takes for real ones. Of a cast, to whatever dtype, it knows no bounds.
+    """
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import ops
 
@@ -279,6 +284,7 @@ def _flat_loader(plane: Any) -> Callable[[Any], Any]:
 
     def read(place: Any) -> Any:
         if not isinstance(place, sympy.Expr):
+            place = ops.to_dtype(place, dtype)
             place = ops.indirect_indexing(place, count, check=False, wrap_neg=False)
         return load([place])
 

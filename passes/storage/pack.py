@@ -216,7 +216,7 @@ def _centred(
     A channel whose mean is not finite is lost; a batch norm loses it, too.
     """
     dims = list(over)
-    mean = emit(aten.mean.dim, values, dims, True) if mean is None else mean
+    mean = _of_columns(emit, aten.mean.dim, values, dims) if mean is None else mean
     high, low = _extremes(emit, values, dims)
     above, below = emit(aten.sub.Tensor, high, mean), emit(aten.sub.Tensor, mean, low)
     width = emit(aten.maximum.default, above, below)
@@ -231,10 +231,10 @@ def _extremes(emit: Emitter, values: fx.Node, dims: list[int]) -> tuple[fx.Node,
     """
     kinds = aten.amax.default, aten.amin.default
     if not _on_gpu(values):
-        high, low = (emit(kind, values, dims, True) for kind in kinds)
+        high, low = (_of_columns(emit, kind, values, dims) for kind in kinds)
         return high, low
     order = _in_order(emit, _as_int(emit, values))
-    high, low = (_in_order(emit, emit(kind, order, dims, True)) for kind in kinds)
+    high, low = (_in_order(emit, _of_columns(emit, kind, order, dims)) for kind in kinds)
     return _as_float(emit, high), _as_float(emit, low)
 
 
@@ -262,8 +262,21 @@ def _less_column_means(
     finite = emit(aten.lt.Scalar, emit(aten.abs.default, values), math.inf)
     counted = emit(aten.where.self, finite, values, emit.constant(0.0, like=values))
     counted = emit(aten.mul.Tensor, counted, share)
-    mean = emit.from_memory(emit(aten.mean.dim, counted, others, True))
+    mean = _of_columns(emit, aten.mean.dim, counted, others)
     return emit(aten.sub.Tensor, values, mean), (mean,)
+
+
+def _of_columns(emit: Emitter, kind: object, values: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """``kind`` of ``values`` over ``dims``, which are kept, in memory; they are kept by a view.
+
+    Where a kernel sums rows and columns at once, Inductor's code has the columns' results without
+    the dimensions that they are said to keep (torch 2.11): what crosses would be of another rank
+    than the backward is compiled for.
+    """
+    rank = values.meta["val"].dim()
+    over = {dim % rank for dim in dims}
+    shape = [1 if dim in over else emit.size(values, dim) for dim in range(rank)]
+    return emit(aten.view.default, emit.from_memory(emit(kind, values, list(dims))), shape)
 
 
 def in_pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[fx.Node]:

@@ -6,13 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from samples_packing import AS_ON_GPU, masked_round_trip, restored, round_trip, values
 
-from hot_compile.passes.emit import Emitter
 from hot_compile.passes.storage import pack as packing
-from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
-from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
+from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import planes
 
@@ -22,43 +19,6 @@ def quickly(quick, *values):
     cases = itertools.product(*values, (False, True))
     slow = pytest.mark.slow
     return [c if not c[-1] or c in quick else pytest.param(*c, marks=slow) for c in cases]
-
-
-def round_trip(x, scheme, compiled=False):
-    """(packed parts, restored x): what the forward would save, what the backward would see."""
-    return masked_round_trip(x, None, scheme, compiled)[:2]
-
-
-def masked_round_trip(x, mask, scheme, compiled=False):
-    """The same, with ``mask`` in the same bytes and the restored mask behind it."""
-    graph, value = fx.Graph(), FakeTensorMode().from_tensor(x)
-    given_x = graph.placeholder("x")
-    given_x.meta["val"] = value
-    output = graph.output(())
-    emit, given_mask = Emitter(graph, output, given_x), None
-    if mask is not None:
-        with graph.inserting_before(output):
-            given_mask = graph.placeholder("mask")
-        given_mask.meta["val"] = value.fake_mode.from_tensor(mask)
-    parts = pack(emit, given_x, scheme, given_mask)
-    restored = unpack(emit, parts, value, scheme)
-    outcome = restored if mask is None else unpack_mask(emit, parts[0], value, scheme)
-    output.args = ((*parts, restored, outcome),)
-    module = fx.GraphModule({}, graph)
-    run = torch.compile(module, dynamic=False) if compiled else module
-    *stored, y, outcome = run(x) if mask is None else run(x, mask)
-    assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    assert sum(part.nbytes for part in stored) == packed_bytes(value, scheme)
-    return stored, y, outcome
-
-
-def restored(scheme, parts, like):
-    """Of packed ``parts``, by a GPU's operators."""
-    if scheme is Scheme.INT4:
-        return torch.ops.hot.restored_nibbles(*parts).view_as(like)
-    spec, levels = scheme.spec, scheme.spec.levels or planes.STEPS12
-    args = spec.pieces, levels, scheme is Scheme.GROUPS6
-    return torch.ops.hot.restored_planes(*parts, *args).view_as(like)
 
 
 def groups_of(x, scheme):
@@ -73,13 +33,6 @@ def groups_of(x, scheme):
 shapes = st.sampled_from([(1, 64), (3, 128), (15, 17, 96), (2, 3, 4, 32), (5, 768), (7, 1000)])
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 dtypes = st.sampled_from(list(ROUNDING))
-
-
-def values(shape, dtype, seed, spread):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * spread + spread / 3
-    x.view(-1)[:: max(3, x.numel() // 7)] *= 8  # outliers
-    return x.to(dtype)
 
 
 @settings(max_examples=40, deadline=None)
@@ -275,10 +228,6 @@ def test_nan_and_infinity_come_back_and_leave_their_neighbours_alone(scheme, com
     assert ((y - x)[~special].norm() / x[~special].norm()) < 0.06
 
 
-AS_ON_GPU = {
-    "realize_opcount_threshold": planes.RESTORED_OPERATIONS,
-    "force_disable_caches": True,  # what is lowered anew is what is looked at
-}
 PLANES = (Scheme.GROUPS12, Scheme.GROUPS6)  # these have a lowering of their own
 
 
