@@ -55,3 +55,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not, beside what the module has."""
+    return sorted({*globals(), *__all__})

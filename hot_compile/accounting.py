@@ -26,7 +26,7 @@ from .progress import progress
 from .record import GraphReport
 from .stand_in import Backend, compiled_by
 from .stock import FLAGS, Compared
-from .tables import PlainTable, rendered
+from .tables import PlainTable, as_html, rendered
 from .unchanged import Reached, reached, unchanged
 
 
@@ -143,9 +143,17 @@ class MemoryReport:
         return table
 
     def __str__(self) -> str:
+        return rendered(self._parts())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._parts())
+
+    def _parts(self) -> list[Table | str]:
+        """What is printed, in order."""
         predicted = f"predicted for hot: {megabytes(self.predicted_held_bytes)} held"
-        times = predicted_time(self.graphs), *([self.note] if self.note else [])
-        return rendered([*self.tables(), predicted, *times, *budgets(self.graphs)])
+        notes = [self.note] if self.note else []
+        lines = [predicted, predicted_time(self.graphs), *notes, *budgets(self.graphs)]
+        return [*self.tables(), *lines]
 
 
 def memory_report(

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import time
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from . import __version__, plan_cli, profile_cli, tune_cli
+from .doctor import inductors_cache, tried, unwritable
 from .errors import BuildError, OptionError, PassDisabledError, ScriptError
+from .progress import progress
 from .runtime.native import build as building
 from .runtime.native.providers import Provider, status
+from .tables import PlainTable
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
-app.add_typer(profile_cli.app, name="profile")
-app.command()(plan_cli.plan)
-app.command()(tune_cli.tune)
+TRAINING, LOOKING, MACHINE = "Train", "Look inside", "This machine"
+"""Groups of commands."""
+app = typer.Typer(no_args_is_help=True)
 console = Console()
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 Script = Annotated[str, typer.Argument(help="a Python file, or with -m a module")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="the script's own")]
@@ -35,11 +39,30 @@ _AS_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": Fal
 """What comes behind the script is the script's."""
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hot-compile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="and exit")
+    ] = False,
+) -> None:
+    """Run scripts with backend "hot", look at what it does, say what this machine has."""
+
+
 def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-@app.command(context_settings=_AS_THE_SCRIPT)
+@app.command(
+    context_settings=_AS_THE_SCRIPT,
+    rich_help_panel=TRAINING,
+    epilog="Example: hot-compile run --recipe fast train.py --epochs 3",
+)
 def run(
     script: Script,
     arguments: Arguments = None,
@@ -50,7 +73,7 @@ def run(
         Path | None, typer.Option(help="file for a page (HTML) of all that was done")
     ] = None,
 ) -> None:
-    """Run a script whose torch.compile gets backend "hot" where it asks for its default."""
+    """Run a script, with backend "hot" where it asks torch.compile for its default or for "hot"."""
     from . import launch  # with Inductor, which other commands need not wait for
 
     try:
@@ -61,7 +84,11 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command(context_settings=_AS_THE_SCRIPT)
+@app.command(
+    context_settings=_AS_THE_SCRIPT,
+    rich_help_panel=LOOKING,
+    epilog="Example: hot-compile report --output page.html train.py --epochs 1",
+)
 def report(
     script: Script,
     arguments: Arguments = None,
@@ -74,7 +101,12 @@ def report(
     run(script, arguments, recipe, settings, module, output)
 
 
-@app.command()
+app.command(rich_help_panel=LOOKING, epilog=plan_cli.EXAMPLE)(plan_cli.plan)
+app.add_typer(profile_cli.app, name="profile", rich_help_panel=LOOKING)
+app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile tune --show")(tune_cli.tune)
+
+
+@app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile build --device cuda")
 def build(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default every device found")
@@ -90,7 +122,7 @@ def build(
         console.print(Text(f"{device_type}: {path}"))
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile wheel --device cpu")
 def wheel(
     output: Annotated[Path, typer.Option(help="folder for it")] = Path("dist"),
     device: Annotated[
@@ -111,39 +143,63 @@ def wheel(
     console.print(Text(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"))
 
 
-@app.command()
-def doctor() -> None:
-    """Say what is found and missing. Exit code 1 if no device can run HOT."""
-    table = Table(title=f"hot-compile {__version__}", title_justify="left")
-    table.add_column("what")
-    table.add_column("found")
-    table.add_row("torch", torch.__version__)
-    table.add_row("python", platform.python_version())
-    table.add_row("compiler", _compiler())
-    table.add_row("build cache", Text(str(building.cache_dir())))
-    providers = [status(device_type) for device_type in ("cpu", "cuda")]
-    for provider in providers:
-        said = "; ".join(part for part in (provider.reason, provider.origin) if part)
-        table.add_row(provider.device_type, Text.assemble(_verdict(provider), f" {said}"))
-    console.print(table)
-    if not any(provider.available for provider in providers):
+@app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile doctor")
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is found, run a small training step on it. Exit code 1 if no device is ready."""
+    rows = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "compiler": _compiler(),
+        "operators' cache": _folder(building.cache_dir(), "XDG_CACHE_HOME"),
+        "Inductor's cache": _folder(inductors_cache(), "TORCHINDUCTOR_CACHE_DIR"),
+    }
+    kinds, ready = ("cpu", "cuda"), []
+    with progress(len(kinds)) as begin:
+        for kind in kinds:
+            begin(f"running a training step on {kind}")
+            rows[kind], works = _device(status(kind))
+            ready += [kind] * works
+    end = f"Ready: {', '.join(ready)}." if ready else "Nothing is ready: every layer stays exact."
+    if not torch.cuda.is_available():
+        end += " There is no GPU that torch finds."
+    if as_json:
+        print(json.dumps({"version": __version__, **rows, "ready": ready}, indent=1))
+    else:
+        table = PlainTable(f"hot-compile {__version__}", "what", "found")
+        for row in rows.items():
+            table.add(*row)
+        console.print(table, Text(end, style="green" if ready else "red"))
+    if not ready:
         raise typer.Exit(1)
 
 
-def _verdict(provider: Provider) -> tuple[str, str]:
-    """A word and its colour. What only a GPU needs is not missing where there is none."""
-    if provider.available:
-        return "ready", "green"
+def _folder(folder: Path, variable: str) -> str:
+    problem = unwritable(folder)
+    told = f"cannot be written ({problem}); set {variable} to a folder that can"
+    return f"{folder}: {told}" if problem else str(folder)
+
+
+def _device(provider: Provider) -> tuple[str, bool]:
+    """What is said of a device, and whether a training step ran there."""
+    facts = "; ".join(part for part in (provider.reason, provider.origin) if part)
+    if not provider.available:
+        if provider.device_type == "cuda" and not torch.cuda.is_available():
+            return f"not needed, torch finds no GPU; to build for one: {facts}", False
+        return f"missing: {facts}", False
     if provider.device_type == "cuda" and not torch.cuda.is_available():
-        return "not needed, torch finds no GPU; to build for one:", "dim"
-    return "missing", "red"
+        return f"not ready, torch finds no GPU; {facts}", False
+    start = time.perf_counter()
+    if problem := tried(provider.device_type):
+        return f"not ready, a training step failed: {problem}; {facts}", False
+    seconds = time.perf_counter() - start
+    return f"ready, a training step ran in {seconds:.0f} s, compiling included; {facts}", True
 
 
-def _compiler() -> Text:
+def _compiler() -> str:
     try:
-        return Text(" ".join(building.find_compiler()))
+        return " ".join(building.find_compiler())
     except BuildError as error:
-        return Text(str(error), style="red")
+        return str(error)
 
 
 if __name__ == "__main__":

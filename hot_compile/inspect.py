@@ -29,7 +29,7 @@ from .passes.storage.record import Crossing
 from .progress import progress
 from .record import GraphReport, Reports, run_uncompiled
 from .stand_in import compiled_by, laid_over
-from .tables import PlainTable, rendered
+from .tables import PlainTable, as_html, rendered
 from .unchanged import reached, unchanged
 
 
@@ -133,6 +133,9 @@ class Explanation:
 
     def __str__(self) -> str:
         return rendered(self._parts())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._parts())
 
     def _parts(self) -> Iterator[Table | str]:
         """What is printed, in order."""

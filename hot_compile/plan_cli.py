@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = "Example: hot-compile plan --model timm:vit_base_patch16_224 --batch 256 --device h200"
 _MODEL = (
     "timm:NAME, or MODULE:FUNCTION (also of a file in this folder), a function of the batch that"
     " returns (model, inputs)"
@@ -31,9 +32,10 @@ def plan(
         str | None, typer.Option(help="e.g. 16GiB: keep the step's peak below, as memory_budget")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Predict what would be done to a model, and what a step would hold. Nothing runs."""
     sys.path.insert(0, str(Path.cwd()))  # as Python does for a script or `python -m`
     from .plan_output import show  # Inductor: seconds that no other command should wait for
 
-    show(model, batch, device, dtype, recipe, optimizer, memory, budget, html)
+    show(model, batch, device, dtype, recipe, optimizer, memory, budget, html, as_json)

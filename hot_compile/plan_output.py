@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ from .sizes import memory_bytes
 from .stock import STOCK
 from .tables import PlainTable
 
+_SIZES = {
+    "held from forward to backward": "held",
+    "weights and buffers": "weights",
+    "gradients": "gradients",
+    "optimizer's states": "states",
+    "inputs": "inputs",
+    "together": "total",
+}
+"""Of a prediction: what is shown, and its field."""
 _NOT_COUNTED = (
     "Not counted: what kernels need while they run, the CUDA context, fragmentation. Where little "
     "is held a true peak is higher: by 13 % for a ViT-B at batch 256 in bf16 on an H200."
@@ -41,6 +51,7 @@ def show(
     memory: str | None,
     budget: str | None,
     html: Path | None,
+    as_json: bool = False,
 ) -> None:
     """Print the prediction, and write its page to ``html``.
 
@@ -57,15 +68,21 @@ def show(
         both = ours(batch), stock(batch)
     except OptionError as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console(width=140, soft_wrap=True, highlight=False)
-    print(Explanation(both[0].graphs))
     title = f"{model}, batch {batch}, {dtype}, on {device}: predicted"
-    console.print(_table(title, *both))
-    console.print(_NOT_COUNTED, markup=False)
-    if limit is not None:
-        mine, theirs = (_largest(of, limit, batch) for of in (ours, stock))
-        text = f"largest that fits into {memory} so counted: {mine}; Inductor as it is: {theirs}"
-        console.print(text, markup=False)
+    console = Console(width=140, soft_wrap=True, highlight=False, stderr=as_json)
+    largest = [_largest(of, limit, batch) for of in (ours, stock)] if limit is not None else []
+    if as_json:
+        sizes = [{field: getattr(p, field) for field in _SIZES.values()} for p in both]
+        data = {"bytes": dict(zip(("hot", "stock"), sizes, strict=True)), "largest": largest}
+        print(json.dumps({**data, **Explanation(both[0].graphs).to_json()}, indent=1, default=str))
+    else:
+        print(Explanation(both[0].graphs))
+        console.print(_table(title, *both))
+        console.print(_NOT_COUNTED, markup=False)
+        if largest:
+            both_ways = f"{largest[0]}; Inductor as it is: {largest[1]}"
+            text = f"largest that fits into {memory} so counted: {both_ways}"
+            console.print(text, markup=False)
     if html is not None:
         save_page(html, both[0].graphs, title=title, stock={"exact": both[1].graphs})
         console.print(f"wrote {html}", markup=False)
@@ -96,14 +113,6 @@ def _largest(of: Callable[[int], Prediction], limit: int, batch: int) -> str:
 def _table(title: str, ours: Prediction, stock: Prediction) -> PlainTable:
     columns = ("hot", "Inductor as it is")
     table = PlainTable(title, "bytes", *columns, right=set(columns))
-    rows = {
-        "held from forward to backward": "held",
-        "weights and buffers": "weights",
-        "gradients": "gradients",
-        "optimizer's states": "states",
-        "inputs": "inputs",
-        "together": "total",
-    }
-    for name, field in rows.items():
+    for name, field in _SIZES.items():
         table.add(name, *(megabytes(getattr(p, field)) for p in (ours, stock)))
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,38 +17,52 @@ from .tables import PlainTable
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)
 
 
-@app.command()
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+
+@app.command(epilog="Example: hot-compile profile show profile.json --layer blocks.0.fc1")
 def show(
     path: Annotated[Path, typer.Argument(help="a profile")],
     layer: Annotated[str | None, typer.Option(help="one layer in full")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Errors of every strategy and outliers of every operand, layer by layer."""
     profile = _load(path)
     if layer is not None and layer not in profile.layers:
         raise typer.BadParameter(f"got {layer!r}; the profile has {', '.join(profile.layers)}")
+    if as_json:
+        shown = profile.layers if layer is None else {layer: profile.layers[layer]}
+        print(json.dumps({name: dict(_figures(one)) for name, one in shown.items()}, indent=1))
+        return
     console = _console()
     facts = ", ".join(f"{key} {value}" for key, value in profile.environment.items())
     console.print(f"{path}: {len(profile.layers)} layers, HLA rank {profile.rank}; {facts}")
     if layer is not None:
         console.print(_layer_table(layer, profile.layers[layer]))
     else:
-        console.print(_errors_table(profile), _outliers_table(profile))
+        console.print(*_errors_tables(profile), *_outliers_tables(profile))
 
 
-@app.command()
+@app.command(epilog="Example: hot-compile profile diff monday.json friday.json --threshold 2")
 def diff(
     before: Annotated[Path, typer.Argument(help="a profile")],
     after: Annotated[Path, typer.Argument(help="another one")],
     threshold: Annotated[
         float, typer.Option(min=1, help="show figures that changed by this factor")
     ] = 1.1,
+    as_json: AsJson = False,
 ) -> None:
     """Layers that only one of two profiles has, and figures that differ. Exit code 1 if any."""
     old, new = _load(before), _load(after)
+    rows: list[tuple[str, ...]] = []
     table = _table(f"{before} to {after}", "layer", "figure", "before", "after", "change")
     for name in sorted({*old.layers, *new.layers}):
         for row in _changes(old.layers.get(name), new.layers.get(name), threshold):
+            rows.append((name, *row))
             table.add(name, *row)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        raise typer.Exit(bool(rows))
     console = _console()
     if not table.row_count:
         console.print(f"no figure differs by a factor of {threshold:g} or more")
@@ -65,7 +80,7 @@ def _load(path: Path) -> Profile:
 
 def _console() -> Console:
     """Text as it is: names and paths are no markup."""
-    return Console(width=None if Console().is_terminal else 160, markup=False)
+    return Console(width=None if Console().is_terminal else 140, markup=False)
 
 
 def _table(title: str, *columns: str) -> PlainTable:
@@ -76,36 +91,36 @@ def _variants(profile: Profile, side: str) -> list[str]:
     return sorted({name for layer in profile.layers.values() for name in getattr(layer, side)})
 
 
-def _errors_table(profile: Profile) -> PlainTable:
-    """Relative errors: g_x by width and granule, g_w by strategy."""
-    columns = [(side, name) for side in SIDES for name in _variants(profile, side)]
-    short = {"grad_input": "g_x", "grad_weight": "g_w", "forward": "y"}
-    headers = [f"{short[side]} {name}" for side, name in columns]
-    title = "relative error of gradients, and of y by an 8-bit forward"
-    table = _table(title, "layer", "L x O x I", *headers)
-    for name, layer in profile.layers.items():
-        measures = [getattr(layer, side).get(variant) for side, variant in columns]
-        errors = ["" if m is None else f"{m.error:.3g}" for m in measures]
-        table.add(name, f"{layer.rows} x {layer.outputs} x {layer.inputs}", *errors)
-    return table
+def _errors_tables(profile: Profile) -> Iterator[PlainTable]:
+    """Relative errors: of g_x by width and granule, of g_w and of y by strategy."""
+    titles = {
+        "grad_input": "relative error of g_x",
+        "grad_weight": "relative error of g_w",
+        "forward": "relative error of y by an 8-bit forward",
+    }
+    for side in SIDES:
+        if not (variants := _variants(profile, side)):
+            continue
+        table = _table(titles[side], "layer", "L x O x I", *variants)
+        for name, layer in profile.layers.items():
+            errors = (getattr(layer, side).get(variant) for variant in variants)
+            shape = f"{layer.rows} x {layer.outputs} x {layer.inputs}"
+            table.add(name, shape, *("" if m is None else f"{m.error:.3g}" for m in errors))
+        yield table
 
 
-def _outliers_table(profile: Profile) -> PlainTable:
+def _outliers_tables(profile: Profile) -> Iterator[PlainTable]:
     """Per operand: peaks of rows and columns, kurtosis; g_y's per-token and per-tensor error."""
-    operands = ("x", "weight", "grad_output")
-    headers = [
-        f"{o} {s}" for o in operands for s in ("row peak", "col peak", "kurtosis", "HLA keeps")
-    ]
-    table = _table("outliers", "layer", *headers, "per token", "per tensor")
-    for name, layer in profile.layers.items():
-        cells = []
-        for operand in operands:
+    columns = "row peak", "col peak", "kurtosis", "HLA keeps"
+    for operand, letter in (("x", "x"), ("weight", "W"), ("grad_output", "g_y")):
+        more = ("per token", "per tensor") if operand == "grad_output" else ()
+        table = _table(f"outliers of {letter}", "layer", *columns, *more)
+        for name, layer in profile.layers.items():
             s = layer.stats.get(operand)
             figures = (s.row_peak, s.column_peak, s.kurtosis, s.hla_energy) if s else (None,) * 4
-            cells += ["" if figure is None else f"{figure:.3g}" for figure in figures]
-        errors = (layer.token_error, layer.tensor_error)
-        table.add(name, *cells, *("" if e is None else f"{e:.3g}" for e in errors))
-    return table
+            errors = (layer.token_error, layer.tensor_error) if more else ()
+            table.add(name, *("" if f is None else f"{f:.3g}" for f in (*figures, *errors)))
+        yield table
 
 
 def _layer_table(name: str, layer: LayerProfile) -> PlainTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Iterable, Set
 from typing import Any, Literal
@@ -29,6 +30,7 @@ class PlainTable(Table):
 
 
 _WIDEST, _NARROWEST = 140, 60
+_IN_A_NOTEBOOK = '<pre style="overflow-x: auto; line-height: 1.2">{code}</pre>'
 
 
 def rendered(parts: Iterable[Any]) -> str:
@@ -39,3 +41,11 @@ def rendered(parts: Iterable[Any]) -> str:
         for part in parts:
             console.print(Text(part) if isinstance(part, str) else part)
     return capture.get()
+
+
+def as_html(parts: Iterable[Any]) -> str:
+    """The same for a notebook's cell, in a box that scrolls."""
+    console = Console(width=_WIDEST, record=True, file=io.StringIO(), highlight=False)
+    for part in parts:
+        console.print(Text(part) if isinstance(part, str) else part)
+    return console.export_html(inline_styles=True, code_format=_IN_A_NOTEBOOK)

@@ -172,6 +172,13 @@ def test_stock_and_its_flag_lie_beside(tmp_path):
     assert all(points[-1][1] == 0 for points in data["stock"].values())
 
 
+def test_a_notebook_shows_the_tables(explained):
+    shown = html.unescape(explained._repr_html_())
+    assert shown.startswith("<pre")
+    assert all(d.site in shown for d in explained.plan)
+    assert "<b>" not in explained._repr_html_().split(">", 1)[1].lower()  # names are escaped
+
+
 def test_a_report_without_graphs_says_so(tmp_path):
     with pytest.raises(ValueError, match="a report without its graphs"):
         save_page(tmp_path / "report.html", [GraphReport(NO_PLAN, ())])

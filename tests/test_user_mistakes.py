@@ -328,6 +328,7 @@ def test_markup_in_modules_is_shown_as_it_is():
 @pytest.mark.parametrize(("gpu", "said"), [(False, "torch finds no GPU"), (True, "missing")])
 def test_doctor_misses_what_a_gpu_needs_only_where_there_is_one(gpu, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(cli, "tried", lambda kind: "")
     found = cli.status
     nothing = Provider("cuda", False, "no nvcc")
     monkeypatch.setattr(cli, "status", lambda kind: nothing if kind == "cuda" else found(kind))
@@ -337,6 +338,7 @@ def test_doctor_misses_what_a_gpu_needs_only_where_there_is_one(gpu, said, monke
 
 
 def test_doctor_and_build_show_paths_as_they_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "tried", lambda kind: "")
     monkeypatch.setenv("CXX", "g++ '[/red]")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "[/red]"))
     done = CliRunner().invoke(app, ["doctor"])
