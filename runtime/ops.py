@@ -23,6 +23,7 @@ from torch import Tensor
 from hot_compile.runtime import reference
 from hot_compile.runtime.reference.sizes import (
     CONTRACT_ALIGN,
+    HADAMARD_ORDER,
     INT4_GROUP,
     UNITS_PER_TILE,
     contracted_rows,
@@ -109,22 +110,17 @@ def _quantize_grad(
 
 @_fake
 def _quantize_one_read(
-    grad_output: Tensor, rank: int, tokens: int, summed: bool
+    grad_output: Tensor, rank: int, tokens: int, summed: bool, **_: Any
 ) -> tuple[Tensor, ...]:
     g, (rows, cols) = grad_output, grad_output.shape
     contracted = contracted_rows(rows, rank, tokens)
     units = contracted // unit_rows(rank)
     return (
         *(_int8(g, rows, round_up(cols, CONTRACT_ALIGN)), _fp32(g, rows)),
-        *(_int8(g, cols, contracted), _fp32(g, contracted), _fp32(g, units), _fp32(g, cols)),
+        _int8(g, round_up(cols, HADAMARD_ORDER), contracted),
+        *(_fp32(g, contracted), _fp32(g, units), _fp32(g, round_up(cols, HADAMARD_ORDER))),
         _fp32(g, sum_rows(units) if summed else 0, cols),
     )
-
-
-@_fake
-def _quantize_weight(weight: Tensor, inputs_first: bool, **_: Any) -> tuple[Tensor, ...]:
-    outputs, inputs = reversed(weight.shape) if inputs_first else weight.shape
-    return _int8(weight, inputs, round_up(outputs, CONTRACT_ALIGN)), _fp32(weight, inputs)
 
 
 @_fake
@@ -162,6 +158,14 @@ def _rescale_int8(stored: Tensor, **_: Any) -> tuple[Tensor, ...]:
 @_fake
 def _scaled_int_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, **_: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@_fake
+def _hadamard_int_mm(
+    other: Tensor, outputs: int, outputs_last: bool, out_dtype: torch.dtype, **_: Any
+) -> Tensor:
+    size = (other.shape[0], outputs) if outputs_last else (outputs, other.shape[0])
+    return other.new_empty(size, dtype=out_dtype)
 
 
 @_fake

@@ -183,7 +183,7 @@ def test_operators_of_a_stored_x():
     names = stages({"recompute": False}).names
     backward = next(found for stage, found in names.items() if "backward" in stage)
     assert backward.count("hot.quantize_one_read.default") == 2
-    assert backward.count("hot.quantize_weight.default") == 2
+    assert backward.count("hot.hadamard_int_mm.default") == 2
     assert backward.count("hot.rescale_int4.default") == 2
     assert "hot.quantize_grad.default" not in backward
 

@@ -150,6 +150,11 @@ class Sized:
         """Another tensor on the same bill."""
         return Sized(self.bill, sympy.sympify(rows), sympy.sympify(columns), element)
 
+    @property
+    def shape(self) -> tuple[sympy.Expr, sympy.Expr]:
+        """As a tensor has it."""
+        return self.rows, self.columns
+
     @classmethod
     def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put ``op`` on the bill and give its results' sizes."""
@@ -214,22 +219,13 @@ def _quantize_grad(
     return _moved(g, g, rows, columns), (rows, _vector(g, g.rows), columns, *scales)
 
 
-def _quantize_one_read(g: Sized, rank: int, tokens: int, summed: bool = False) -> Any:
-    rows, columns = (
-        _integers(g, g.rows, g.columns),
-        _integers(g, g.columns, _kept_rows(g, rank)),
-    )
-    vectors = [_vector(g, n) for n in (columns.columns, columns.columns, g.columns)]
-    results = (rows, _vector(g, g.rows), columns, *vectors, _vector(g, g.columns))
-    return _moved(g, rows, columns, calls=2), results
-
-
-def _quantize_weight(weight: Sized, equal: Sized, inputs_first: bool) -> Any:
-    inputs, outputs = weight.rows, weight.columns
-    if not inputs_first:
-        inputs, outputs = outputs, inputs
-    q = _integers(weight, inputs, outputs)
-    return _moved(weight, q, idle=1), (q, _vector(weight, inputs))
+def _quantize_one_read(
+    g: Sized, rank: int, tokens: int, summed: bool = False, fused: bool = False
+) -> Any:
+    rows = _integers(g, g.rows, g.columns)
+    columns = _integers(g, g.columns, _kept_rows(g, rank))
+    vectors = [_vector(g, n) for n in (columns.columns, columns.columns, g.columns, g.columns)]
+    return _moved(g, rows, columns, calls=2), (rows, _vector(g, g.rows), columns, *vectors)
 
 
 def _compress_int4(x: Sized) -> Any:
@@ -265,6 +261,29 @@ def _scaled_int_mm(a: Sized, b: Sized, *epilogue: Any) -> Any:
     return Cost(int4_ops=operations, results=result.values, calls=1), result
 
 
+def _hadamard_int_mm(
+    a: Sized,
+    equal: Sized,
+    b: Sized,
+    scale: Sized,
+    outputs: Any,
+    outputs_last: bool,
+    dtype: Any,
+) -> Any:
+    """The sums go through memory, since the transform needs 16 of them."""
+    cost, result = _scaled_int_mm(*((b, a) if outputs_last else (a, b)))
+    sums = result.like(result.rows, result.columns, sympy.Integer(4))
+    return cost + _moved(sums, sums, result), result
+
+
+def _mul(a: Sized, b: Sized) -> Any:
+    return _moved(a, a), a
+
+
+def _same(x: Sized, *args: Any) -> Any:
+    return Cost(), x
+
+
 def _permute(x: Sized, order: Any) -> Any:
     return Cost(), x.like(x.columns, x.rows, x.element)
 
@@ -279,14 +298,17 @@ PRICES: dict[Any, Callable[..., tuple[Cost, Any]]] = {
     _hot.quantize_columns.default: _quantize_columns,
     _hot.quantize_grad.default: _quantize_grad,
     _hot.quantize_one_read.default: _quantize_one_read,
-    _hot.quantize_weight.default: _quantize_weight,
     _hot.compress_int4.default: _compress_int4,
     _hot.expand_int4.default: _expand_int4,
     _hot.compress_int8.default: _compress_int8,
     _hot.rescale_int4.default: _rescale_int4,
     _hot.rescale_int8.default: _rescale_int8,
     _hot.scaled_int_mm.default: _scaled_int_mm,
+    _hot.hadamard_int_mm.default: _hadamard_int_mm,
     torch.ops.aten.permute.default: _permute,
+    torch.ops.aten.mul.Tensor: _mul,
+    torch.ops.aten.slice.Tensor: _same,
+    torch.ops.aten.unsqueeze.default: _same,
     _baseline.grad_input.default: _exact_product,
     _baseline.grad_weight.default: _exact_product,
 }

@@ -27,6 +27,7 @@ from hot_compile.passes.cost.linear import (
 from hot_compile.passes.exact.forms import Candidate, FormDecision
 from hot_compile.passes.forward.choose import ForwardDecision, choose_forward
 from hot_compile.passes.head.plan import HeadDecision
+from hot_compile.passes.layers.fused import put_together
 from hot_compile.passes.layers.plan_conv import (
     NO_CONVOLUTIONS,
     conv_excluded,
@@ -94,6 +95,7 @@ class Decision:
             tokens=self.tokens,
             packed=self.packed,
             one_read=self.one_read,
+            fused=self.one_read and nodes is not None and put_together(nodes.grad_output),
             summed=self.one_read and nodes is not None and nodes.grad_bias is not None,
             weight_is_io=nodes is not None and nodes.weight_is_io,
             grad_weight_is_io=nodes is not None and nodes.grad_weight_is_io,
@@ -482,6 +484,7 @@ def shape_of(site: Site, rank: int) -> Shape:
 def _reads_once(site: Site, spec: Spec, rank: int, rates: Rates | None) -> bool:
     """One quantisation of g_y can serve both products, and does so faster on this device."""
     both = site.needs_grad_input and site.needs_grad_weight and site.conv is None
+    both = both and isinstance(site.outputs, int)  # a size of the product's result
     return (
         both and spec.one_read and rank in ONE_READ_RANKS and rates is not None and rates.one_read
     )

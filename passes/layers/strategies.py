@@ -48,6 +48,8 @@ class How:
     """g_y is quantised once for both products (docs/adr/0005)."""
     stored_bits: int = 8
     """Bits in which ``keep`` leaves x: 8, or 4."""
+    fused: bool = False
+    """g_y is put together from several tensors' gradients, maybe of other sizes (``one_read``)."""
     summed: bool = False
     """g_b is wanted too, of those who can give it on the way (``one_read``)."""
     weight_is_io: bool = False
@@ -143,17 +145,24 @@ def _two_reads(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
 
 
 def _one_read(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
-    """g_y is read once; its rows' scales are folded into x."""
-    summed = (True,) if how.summed else ()
-    quantised = hot.quantize_one_read.default(g_y, how.rank, how.tokens, *summed)
+    """g_y is read and quantised once, transformed; its rows' scales are folded into x."""
+    given = (how.summed, how.fused) if how.fused else (True,) if how.summed else ()
+    quantised = hot.quantize_one_read.default(g_y, how.rank, how.tokens, *given)
     row_q, row_scale, column_q, fold, peak, equal, sums = quantised
-    w_q, w_scale = hot.quantize_weight.default(weight, equal, how.weight_is_io)
-    args = (row_q, w_q, row_scale, w_scale, None, None, how.dtype)
-    gx = hot.scaled_int_mm.default(*args)
+    if how.fused:
+        weight = _times(weight, aten.slice.Tensor(equal, 0, 0, g_y.shape[1]), how)
+    gx = _grad_input((row_q, row_scale), weight, how)
     rescale = hot.rescale_int4 if how.stored_bits == 4 else hot.rescale_int8
     x_q, x_scale = rescale.default(*kept, fold, peak)
-    gw = _grad_weight((column_q, x_q), (equal, x_scale), (None, None), how)
+    args = (equal, x_q, x_scale, g_y.shape[1], how.grad_weight_is_io, how.dtype)
+    gw = hot.hadamard_int_mm.default(column_q, *args)
     return Gradients(gx, gw, sums if how.summed else None)
+
+
+def _times(weight: Tensor, equal: Tensor, how: How) -> Tensor:
+    """W with its outputs times ``equal``."""
+    dim = 0 if how.weight_is_io else 1
+    return aten.mul.Tensor(weight, aten.unsqueeze.default(equal, dim))
 
 
 def _grad_input(rows: Any, weight: Tensor, how: How) -> Tensor:

@@ -9,8 +9,8 @@ budget.
 from hot_compile.runtime.reference.arithmetic import pack_int4, unpack_int4
 from hot_compile.runtime.reference.calls import layer_calls
 from hot_compile.runtime.reference.conv import conv_grad_input, conv_grad_weight
-from hot_compile.runtime.reference.gemm import scaled_int_mm
-from hot_compile.runtime.reference.one_read import quantize_one_read, quantize_weight
+from hot_compile.runtime.reference.gemm import hadamard_int_mm, scaled_int_mm
+from hot_compile.runtime.reference.one_read import quantize_one_read
 from hot_compile.runtime.reference.storage import (
     compress_int4,
     compress_int8,
@@ -21,9 +21,9 @@ from hot_compile.runtime.reference.storage import (
 from hot_compile.runtime.reference.two_reads import quantize_columns, quantize_grad, quantize_rows
 
 OPERATORS = (
-    *(quantize_rows, quantize_columns, quantize_grad, quantize_one_read, quantize_weight),
+    *(quantize_rows, quantize_columns, quantize_grad, quantize_one_read),
     *(compress_int4, expand_int4, compress_int8, rescale_int4, rescale_int8),
-    *(scaled_int_mm, conv_grad_weight, conv_grad_input),
+    *(scaled_int_mm, hadamard_int_mm, conv_grad_weight, conv_grad_input),
     layer_calls,
 )
 """The definitions of operators; an operator has its definition's name and arguments."""
@@ -35,13 +35,13 @@ __all__ = [
     "conv_grad_input",
     "conv_grad_weight",
     "expand_int4",
+    "hadamard_int_mm",
     "layer_calls",
     "pack_int4",
     "quantize_columns",
     "quantize_grad",
     "quantize_one_read",
     "quantize_rows",
-    "quantize_weight",
     "rescale_int4",
     "rescale_int8",
     "scaled_int_mm",

@@ -105,6 +105,7 @@ def every_how():
     yield How(stored_bits=4)
     yield How(one_read=True)
     yield How(one_read=True, stored_bits=4)
+    yield How(one_read=True, fused=True)
     yield How(gx_bits=4, packed=True)
     yield How(per_row=False, per_channel=False)
 

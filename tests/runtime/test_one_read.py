@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from test_properties import matrices, quick
 from test_providers import check_sums
+
+from hot_compile.config import Strategy
+from hot_compile.passes.layers.strategies import STRATEGIES, How
+from hot_compile.runtime import reference
+from hot_compile.runtime.reference.arithmetic import hadamard
 
 hot = torch.ops.hot
 
@@ -19,8 +27,9 @@ def test_sums_of_any_matrix(x, rank, tokens):
     check_sums(hot.quantize_one_read(x, rank, tokens, True)[-1], x)
 
 
-def values_of(q: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    return q[:, : column.shape[0]].double() * row.double()[:, None] * column.double()
+def transformed(x: torch.Tensor) -> torch.Tensor:
+    """[R, C] with C a multiple of 16, transformed along C in fp64."""
+    return hadamard(x.double().reshape(len(x), -1, 16)).reshape(x.shape)
 
 
 @pytest.mark.parametrize("born", ["fp32", "bf16", "power of two"])
@@ -33,8 +42,8 @@ def test_rounding_is_unbiased_and_uncorrelated(born):
     if born == "power of two":  # scales 2^k: quotients have the values' few mantissa bits
         x = x.bfloat16().float().clamp(-3.96875, 3.96875)
         x[:, 0] = 3.96875
-    q, scale, _, _, _, equal, _ = hot.quantize_one_read(x, 0, 1)
-    t = x.double() / scale.double()[:, None] / equal.double()
+    q, scale, *_ = hot.quantize_one_read(x, 0, 1)
+    t = transformed(x) / scale.double()[:, None]
     error = q - t
     assert abs(float(error.mean())) < 1e-3
     tenth = ((t - t.floor()) * 10).long().clamp(0, 9)
@@ -47,42 +56,123 @@ def test_rounding_is_unbiased_and_uncorrelated(born):
 def test_what_lies_on_the_grid_stays():
     x = torch.randint(-127, 128, (64, 96)).float()
     x[:, 0] = 127
-    q, scale, col_q, fold, _, equal, _ = hot.quantize_one_read(x, 0, 1)
-    assert torch.equal(values_of(q, scale, equal), x.double())
-    assert torch.equal(values_of(col_q.t().contiguous(), fold, equal), x.double())
+    g = hadamard(x.reshape(64, 6, 16)).reshape(64, 96)
+    q, scale, col_q, fold, *_ = hot.quantize_one_read(g, 0, 1)
+    assert torch.equal(q.double() * scale[:, None], x.double())
+    assert torch.equal((col_q * fold).t().double(), x.double())
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-def gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(g_x, g_w with x in 8 bits) as a layer's backward makes them."""
-    row_q, row_scale, col_q, fold, peak, equal, _ = hot.quantize_one_read(g, 0, 1)
-    w_q, w_scale = hot.quantize_weight(w, equal, False)
-    x_q, x_scale = hot.rescale_int8(*hot.compress_int8(x, 0, 1), fold, peak)
-    g_x = hot.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32)
-    return g_x, hot.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32)
+def gradients(g, x, w, **how) -> tuple[torch.Tensor, torch.Tensor]:
+    """(g_x, g_w with x in 8 bits) as a layer's backward makes them on Hopper."""
+    return STRATEGIES[Strategy.INT8](g, x, w, How(one_read=True, **how))[:2]
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "small columns", "one huge column", "few rows"])
-def test_gradients(kind):
-    """Errors of 8 bits, in every part: columns far smaller than others must keep their precision,
-    or a fused qkv would lose its q and k; rows without gradient must not drown the rest."""
+def ideal(g, x, w) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both products of rows in 8 bits, transformed, W and x exact: the error that must be."""
+    q, scale = reference.quantize_rows(g, 8, True, True)
+    rows = hadamard((q.double() * scale[:, None]).reshape(len(g), -1, 16))
+    rows = rows.reshape(len(g), -1)[:, : g.shape[1]]
+    return rows @ w.double(), rows.t() @ x.double()
+
+
+def unseen_spikes(rows: int, outputs: int) -> torch.Tensor:
+    """In columns that a sample of some hundred rows finds empty."""
+    g = torch.randn(rows, outputs) * 1e-3
+    g[torch.arange(7, rows, 97), torch.randint(0, 40, (len(range(7, rows, 97)),))] = 1.0
+    return g
+
+
+def softmax_of(rows: int, classes: int) -> torch.Tensor:
+    zipf = 1 / torch.arange(1, classes + 1).float()
+    chosen = torch.multinomial(zipf, rows, replacement=True)
+    return zipf / zipf.sum() - F.one_hot(chosen, classes)
+
+
+def tags_of(rows: int, tags: int) -> torch.Tensor:
+    zipf = 1 / torch.arange(1, tags + 1).float()
+    found = torch.zeros(rows, tags)
+    found.scatter_(1, torch.multinomial(zipf, rows * 4, replacement=True).view(rows, 4), 1.0)
+    return found.mean(0) - found
+
+
+def spiked(rows: int, outputs: int) -> torch.Tensor:
+    g = torch.randn(rows, outputs) * 1e-3
+    g[torch.arange(rows), torch.randint(0, outputs, (rows,))] += 1
+    return g
+
+
+def sparse(share: float):
+    return lambda rows, outputs: torch.randn(rows, outputs) * (torch.rand(rows, outputs) < share)
+
+
+def blocks(rows: int, outputs: int) -> torch.Tensor:
+    g = torch.zeros(rows, outputs)
+    g[: rows // 3, : outputs // 5] = torch.randn(rows // 3, outputs // 5)
+    g[rows // 2 :, outputs // 2 :] = torch.randn(rows - rows // 2, outputs - outputs // 2) * 1e-2
+    return g
+
+
+DISTRIBUTIONS = {
+    "gaussian": torch.randn,
+    "10 % of entries": sparse(0.1),
+    "1 % of entries": sparse(0.01),
+    "0.1 % of entries": sparse(0.001),
+    "one spike a row": spiked,
+    "spikes in columns that no sample sees": unseen_spikes,
+    "softmax, Zipf labels": softmax_of,
+    "multi-label, base rates learned": tags_of,
+    "log-normal rows and columns": lambda r, o: (
+        torch.randn(r, o) * (1.5 * torch.randn(r, 1)).exp() * torch.randn(1, o).exp()
+    ),
+    "one huge column": lambda r, o: torch.randn(r, o) * (1 + 99 * (torch.arange(o) == o // 2)),
+    "most rows are zeros": lambda r, o: torch.randn(r, o) * (torch.rand(r, 1) < 0.02),
+    "blocks": blocks,
+}
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("outputs", [1000, 192])
+def test_gradients_of_any_distribution(kind, outputs):
+    """At most 1.5 times the error of ideal rows in 8 bits, beside what INT8 W and x cost (0.9 %
+    and, with rows' scales in x, up to 4 %); nothing is lost on average."""
+    rows = 2048
+    g = DISTRIBUTIONS[kind](rows, outputs)
+    x, w = torch.randn(rows, 64) + 1, torch.randn(outputs, 64)
+    exact = g.double() @ w.double(), g.double().t() @ x.double()
+    best = ideal(g, x, w)
+    for got, want, least, operand in zip(
+        gradients(g, x, w), exact, best, (0.01, 0.04), strict=True
+    ):
+        assert relative(got, want) < 1.5 * math.hypot(relative(least, want), operand)
+        assert abs(float((got * want).sum() / want.square().sum()) - 1) < 0.01
+
+
+@pytest.mark.parametrize("small", [1e-1, 1e-2])
+def test_small_parts_of_a_fused_layer_keep_their_bits(small):
+    """Or a qkv would lose its q and k."""
     g, x, w = torch.randn(1600, 192), torch.randn(1600, 64), torch.randn(192, 64)
-    small = slice(0, 64)
-    if kind == "small columns":
-        g[:, small] *= 0.01
-    if kind == "one huge column":
-        g[:, 100] *= 100
-    if kind == "few rows":
-        g *= 1e-3
-        g[::50] *= 1e3
-    g_x, g_w = gradients(g, x, w)
-    exact_x, exact_w = g.double() @ w.double(), g.double().t() @ x.double()
-    assert relative(g_x, exact_x) < 0.05
-    assert relative(g_w[small], exact_w[small]) < 0.05
-    assert relative(g_w, exact_w) < 0.05
+    g[:, :128] *= small
+    exact = g.double().t() @ x.double()
+    g_w = gradients(g, x, w, fused=True)[1]
+    alone = gradients(g, x, w)[1]
+    for part in (slice(0, 128), slice(128, 192)):
+        assert relative(g_w[part], exact[part]) < 0.04
+    assert relative(alone[:128], exact[:128]) > 0.04
+
+
+def test_parts_are_equal_powers_of_two():
+    g = torch.randn(5000, 480) * torch.tensor([1.0, 2**-6, 2**-20]).repeat_interleave(160)
+    *_, equal, _ = hot.quantize_one_read(g, 0, 1, False, True)
+    first, second, third = (part.unique().tolist() for part in equal.view(3, 160))
+    assert first == [1.0]
+    assert set(second) <= {2**-6, 2**-5, 2**-4}  # half as far as it looks
+    assert third == [2**-6]
+    *_, equal, _ = hot.quantize_one_read(torch.zeros(40, 17), 0, 1, False, True)
+    assert torch.equal(equal, torch.ones(32))
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])
@@ -92,14 +182,15 @@ def test_many_rows_of_little_gradient_count(stored, share):
     rows = 4096
     g, x = share * (1 + torch.rand(rows, 32)), 1 + torch.rand(rows, 48)
     g[::256] = torch.randn(16, 32)
-    _, _, col_q, fold, peak, equal, _ = hot.quantize_one_read(g, 0, 1)
+    _, _, col_q, fold, peak, *_ = hot.quantize_one_read(g, 0, 1)
     if stored == "int8":
         x_q, x_scale = hot.rescale_int8(*hot.compress_int8(x, 0, 1), fold, peak)
     else:
         x_q, x_scale = hot.rescale_int4(*hot.compress_int4(x), fold, peak)
     small = torch.ones(rows, dtype=torch.bool)
     small[::256] = False
-    got = (col_q.double() * equal[:, None])[:, small] @ (x_q.double() * x_scale[:, None]).t()[small]
+    got = col_q.double()[:, small] @ (x_q.double() * x_scale[:, None]).t()[small]
+    got = hadamard(got.t().reshape(48, 2, 16)).reshape(48, 32).t()
     exact = g[small].double().t() @ x[small].double()
     assert relative(got, exact) < (0.05 if share > 1e-3 else 0.2)
     assert 0.98 < float((got * exact).sum() / exact.square().sum()) < 1.02
@@ -110,7 +201,7 @@ def test_half_rank_is_exact_on_what_it_keeps():
     g, x = (torch.randn(40, cols).repeat_interleave(16, 0) for cols in (48, 64))
     _, _, col_q, fold, peak, equal, _ = hot.quantize_one_read(g, 8, 1)
     x_q, x_scale = hot.rescale_int8(*hot.compress_int8(x, 8, 1), fold, peak)
-    got = hot.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32)
+    got = hot.hadamard_int_mm(col_q, equal, x_q, x_scale, 48, False, torch.float32)
     assert relative(got, g.double().t() @ x.double()) < 0.02
 
 

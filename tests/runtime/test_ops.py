@@ -18,6 +18,11 @@ def _product_args(terms: bool) -> tuple:
     return (a, b, torch.rand(6), torch.rand(7), *extra, torch.bfloat16)
 
 
+def _grad_weight_args(outputs_last: bool) -> tuple:
+    a, b = (torch.randint(-127, 128, (r, 64), dtype=torch.int8) for r in (48, 7))
+    return (a, torch.ones(48), b, torch.rand(7), 40, outputs_last, torch.bfloat16)
+
+
 CALLS = {
     "quantize_rows": lambda x: (x, 4, True, True),
     "quantize_columns": lambda x: (x, 8, 1, 8, True, True),
@@ -26,7 +31,7 @@ CALLS = {
     "expand_int4": lambda x: reference.compress_int4(x),
     "scaled_int_mm": lambda x: _product_args(terms=x.shape[0] > 20),
     "quantize_one_read": lambda x: (x, 8, 5, True),
-    "quantize_weight": lambda x: (x, torch.rand(x.shape[0]), False),
+    "hadamard_int_mm": lambda x: _grad_weight_args(x.shape[0] > 20),
     "compress_int8": lambda x: (x, 8, 1),
     "rescale_int8": lambda x: (*reference.compress_int8(x, 0, 1), torch.rand(32), torch.rand(2)),
     "rescale_int4": lambda x: (*reference.compress_int4(x), torch.rand(32), torch.rand(2)),
@@ -95,7 +100,10 @@ def test_mistakes_are_explained(name, args, message):
         getattr(hot, name)(*args)
 
 
-ONE_READ = {"quantize_one_read", "quantize_weight", "compress_int8", "rescale_int4", "rescale_int8"}
+ONE_READ = {
+    *("quantize_one_read", "hadamard_int_mm"),
+    *("compress_int8", "rescale_int4", "rescale_int8"),
+}
 
 
 def test_the_cpu_has_kernels_for_what_its_plans_use():

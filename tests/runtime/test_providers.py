@@ -32,10 +32,9 @@ def check_sums(sums, x):
 
 def check_one_read(provider, check, x, rank=0, tokens=1):
     """Every operator of the family on ``x``, as grad_output, weight and x alike."""
-    *_, fold, peak, equal, _ = check("quantize_one_read", x, rank, tokens)
+    *_, fold, peak, _, _ = check("quantize_one_read", x, rank, tokens)
     check_sums(provider("quantize_one_read", x, rank, tokens, True)[-1], x)
-    check("quantize_weight", x, torch.rand(x.shape[0]), False)
-    check("quantize_weight", x, equal, True)
+    check("quantize_one_read", x, rank, tokens, False, True)
     check("rescale_int8", *check("compress_int8", x, rank, tokens), fold, peak)
     if rank == 0:
         stored = (t.contiguous() for t in reference.compress_int4(x))
@@ -137,6 +136,35 @@ def test_one_read_of_many_tiles(provider, check, shape, rank, tokens):
     check_sums(provider("quantize_one_read", x, rank, tokens, True)[-1], x)
 
 
+@on_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 17), (197, 1000), (700, 2304), (90, 20000)])
+def test_one_read_of_parts_and_rows_of_all_sizes(provider, check, shape, dtype):
+    """Parts that are lifted, rows whose scale is shared with x, columns and rows of zeros."""
+    rows, cols = shape
+    x = sample(*shape, torch.float32) * (3 * torch.randn(rows, 1)).exp2()
+    x *= (torch.arange(cols) * 5 // cols - 4).float().exp2().pow(2)
+    x *= torch.rand(rows, 1) > 0.1
+    check_one_read(provider, check, x.to(dtype))
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [1, 16, 17, 1000])
+@pytest.mark.parametrize(("inputs", "k"), [(1, 32), (15, 64), (768, 9024), (130, 131072 + 64)])
+def test_product_of_transformed_integers(provider, outputs, inputs, k, dtype):
+    """As good as fp32 butterflies are, in either layout, split K included."""
+    padded = (outputs + 15) // 16 * 16
+    a, b = (torch.randint(-127, 128, (n, k), dtype=torch.int8) for n in (padded, inputs))
+    equal = torch.rand(padded // 16).repeat_interleave(16)
+    for last in (False, True):
+        args = (a, equal, b, torch.rand(inputs), outputs, last)
+        got = provider("hadamard_int_mm", *args, dtype).cpu().double()
+        want = reference.hadamard_int_mm(*args, torch.float64)
+        most = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+        assert (got - want).norm() <= most * want.norm()
+
+
 @pytest.mark.parametrize("value", SPECIAL)
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
 def test_special_values(provider, check, value, everywhere):
@@ -204,8 +232,7 @@ def test_layouts(provider, definition, assert_same, layout, dtype):
             for rank in (0, 8):
                 same("quantize_one_read", x, rank, 1)
                 same("compress_int8", x, rank, 1)
-            same("quantize_weight", x, torch.rand(x.shape[0]), False)
-            same("quantize_weight", x, torch.rand(x.shape[1]), True)
+            same("quantize_one_read", x, 0, 1, False, True)
     row = sample(1, 136, dtype).to(provider.device).expand(40, -1)
     want = definition("quantize_grad", row.cpu(), 4, True, 8, 1, True)
     assert_same(provider("quantize_grad", row, 4, True, 8, 1, True), want)

@@ -11,6 +11,7 @@ namespace hot {
 
 constexpr int kOrder = 16;  // of the Walsh-Hadamard transform
 constexpr uint32_t kRowHash = 0x9E3779B1u, kColHash = 0x85EBCA77u, kMixHash = 0xC2B2AE3Du;
+constexpr uint32_t kLaneHash = 0x27D4EB2Fu;  // one_read.LANE_HASH
 constexpr float kTiny = 0x1p-116f;
 
 // Two elements of 2 bytes, or one of 4, from one 32-bit word of device or shared memory.
@@ -106,6 +107,25 @@ __device__ inline void hadamard_times_4(float (&v)[kOrder]) {
 // max(|a + b|, |a - b|), each rounded: one of them has magnitude |a| + |b|.
 __device__ inline float larger_of_butterfly(float a, float b) {
   return __fadd_rn(fabsf(a), fabsf(b));
+}
+
+// absmax of 16 values after the transform, before the factor 1/4, of the rows in `kept`.
+__device__ inline float transformed_absmax(float (&v)[kOrder], uint32_t kept) {
+  butterfly<1>(v);
+  butterfly<2>(v);
+  butterfly<4>(v);
+  float most = 0.0f;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    bool sum = kept >> n & 1, difference = kept >> (n + 8) & 1;
+    if (sum && difference)
+      most = max_nan(most, larger_of_butterfly(v[n], v[n + 8]));
+    else if (sum)
+      most = max_nan(most, fabsf(__fadd_rn(v[n], v[n + 8])));
+    else if (difference)
+      most = max_nan(most, fabsf(__fsub_rn(v[n], v[n + 8])));
+  }
+  return most;
 }
 
 // H16's rows by LP_L1 (reference.low_pass_order), as the bit mask of the first `rank`.

@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/numeric.cuh"
 #include "cuda/gemm/combine.hpp"
 
 namespace hot {
@@ -33,6 +34,19 @@ __device__ inline void add_slabs(const CombineTask& task, int64_t at, int64_t (&
   }
 }
 
+// The first `count` of 4 values, which are aligned where rows are whole vectors.
+template <class Out>
+__device__ inline void write_four(Out* out, const Out* packed, int count, bool vectors) {
+  if (vectors) {
+    using Vector = std::conditional_t<sizeof(Out) == 2, uint2, uint4>;
+    *reinterpret_cast<Vector*>(out) = *reinterpret_cast<const Vector*>(packed);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (j < count) out[j] = packed[j];
+}
+
 template <class Out>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineTask task) {
@@ -53,17 +67,95 @@ __global__ void __launch_bounds__(kThreads)
     put(x, packed + j);
   }
   Out* out = static_cast<Out*>(task.out) + row * task.n + column;
-  if (task.n % 4 == 0) {
-    using Vector = std::conditional_t<sizeof(Out) == 2, uint2, uint4>;
-    *reinterpret_cast<Vector*>(out) = *reinterpret_cast<Vector*>(packed);
-    return;
+  write_four(out, packed, count, task.n % 4 == 0);
+}
+
+// A thread has 16 outputs of 4 inputs: rows of sums, 4 columns.
+template <class Out>
+__global__ void __launch_bounds__(kThreads)
+    rows_kernel(const __grid_constant__ CombineTask task, int64_t outputs) {
+  int64_t vectors = task.stride / 4;
+  int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= task.m / kOrder * vectors) return;
+  int64_t first = i / vectors * kOrder, column = i % vectors * 4;
+  int count = static_cast<int>(min(task.n - column, int64_t{4}));
+  float v[4][kOrder], equal = task.a_scale[first];
+#pragma unroll
+  for (int r = 0; r < kOrder; ++r) {
+    int64_t sum[4] = {0, 0, 0, 0};
+    add_slabs(task, (first + r) * task.stride + column, sum, count);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j][r] = static_cast<float>(sum[j]);
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-    if (j < count) out[j] = packed[j];
+  for (int j = 0; j < 4; ++j) {
+    float scale = j < count ? __fmul_rn(task.b_scale[column + j], equal) : 0.0f;
+#pragma unroll
+    for (int r = 0; r < kOrder; ++r) v[j][r] = __fmul_rn(v[j][r], scale);
+    hadamard_times_4(v[j]);
+  }
+  Out* out = static_cast<Out*>(task.out) + first * task.n + column;
+#pragma unroll
+  for (int r = 0; r < kOrder; ++r, out += task.n) {
+    if (first + r >= outputs) break;
+    alignas(16) Out packed[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) put(__fmul_rn(v[j][r], 0.25f), packed + j);
+    write_four(out, packed, count, task.n % 4 == 0);
+  }
+}
+
+// A thread has 16 outputs of one input: columns of sums.
+template <class Out>
+__global__ void __launch_bounds__(kThreads)
+    columns_kernel(const __grid_constant__ CombineTask task, int64_t outputs) {
+  int64_t blocks = task.n / kOrder;
+  int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= task.m * blocks) return;
+  int64_t row = i / blocks, first = i % blocks * kOrder;
+  float v[kOrder], scale = __fmul_rn(task.a_scale[row], task.b_scale[first]);
+#pragma unroll
+  for (int c = 0; c < kOrder; c += 4) {
+    int64_t sum[4] = {0, 0, 0, 0};
+    add_slabs(task, row * task.stride + first + c, sum, 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[c + j] = __fmul_rn(static_cast<float>(sum[j]), scale);
+  }
+  hadamard_times_4(v);
+  Out* out = static_cast<Out*>(task.out) + row * outputs + first;
+#pragma unroll
+  for (int c = 0; c < kOrder; c += 4) {
+    if (first + c >= outputs) break;
+    alignas(16) Out packed[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) put(__fmul_rn(v[c + j], 0.25f), packed + j);
+    int count = static_cast<int>(min(outputs - first - c, int64_t{4}));
+    write_four(out + c, packed, count, outputs % 4 == 0);
+  }
+}
+
+template <class Out>
+void launch_transformed(const CombineTask& task, int64_t outputs, bool outputs_last) {
+  int64_t work = outputs_last ? task.m * (task.n / kOrder) : task.m / kOrder * (task.stride / 4);
+  unsigned blocks = grid_size((work + kThreads - 1) / kThreads);
+  if (blocks == 0) return;
+  if (outputs_last)
+    columns_kernel<Out><<<blocks, kThreads, 0, task.stream>>>(task, outputs);
+  else
+    rows_kernel<Out><<<blocks, kThreads, 0, task.stream>>>(task, outputs);
 }
 
 }  // namespace
+
+void combine_transformed(const CombineTask& task, int64_t outputs, bool outputs_last) {
+  if (task.type == OutType::kBf16)
+    launch_transformed<__nv_bfloat16>(task, outputs, outputs_last);
+  else if (task.type == OutType::kFp16)
+    launch_transformed<__half>(task, outputs, outputs_last);
+  else
+    launch_transformed<float>(task, outputs, outputs_last);
+  check_launch("combine_transformed");
+}
 
 void combine(const CombineTask& task) {
   int64_t vectors = task.m * (task.stride / 4);

@@ -17,11 +17,15 @@ struct CombineTask {
   const float* b_scale;
   const float* row_term;  // null: no rank-1 term
   const float* col_term;
-  void* out;  // [m, n]
+  void* out;  // [m, n]; [outputs, n] or [m, outputs] of combine_transformed
   OutType type;
   cudaStream_t stream;
 };
 
 void combine(const CombineTask&);
+
+// The same without terms, and with the inverse transform over 16 of the outputs: those are sums'
+// columns (`outputs_last`) or their rows, of one scale in 16.
+void combine_transformed(const CombineTask&, int64_t outputs, bool outputs_last);
 
 }  // namespace hot

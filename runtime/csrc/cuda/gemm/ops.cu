@@ -1,9 +1,10 @@
-// Host side of scaled_int_mm: operands, the choice of kernel, split K.
+// Host side of scaled_int_mm and hadamard_int_mm: operands, the choice of kernel, split K.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
 
 #include "cuda/common/device.hpp"
+#include "cuda/common/numeric.cuh"
 #include "cuda/common/tensors.hpp"
 #include "cuda/gemm/combine.hpp"
 #include "cuda/gemm/gemm.hpp"
@@ -123,13 +124,14 @@ Tensor pad_rows(const Tensor& b, int64_t rows, const Call& call) {
   return padded;
 }
 
-void run_split(const Operands& o, GemmProblem p, const GemmPlan& plan, bool hopper, OutType type,
-               void* out, const Call& call) {
+// Sums of every slice of K, and what an epilogue is told of them. `sums` holds the memory.
+CombineTask run_sums(const Operands& o, GemmProblem p, const GemmPlan& plan, bool hopper,
+                     std::optional<Tensor>& sums, const Call& call) {
   int64_t stride = round_up(o.n, kSm80Vector),
           slabs = o.k == 0 ? 0 : (o.k + plan.slice - 1) / plan.slice;
   p.ldo = stride;
   p.slab = o.m * stride;
-  Tensor sums = torch::stable::new_empty(o.a, {slabs * p.slab}, ScalarType::Int);
+  sums = torch::stable::new_empty(o.a, {slabs * p.slab}, ScalarType::Int);
   std::optional<Tensor> padded;
   if (!hopper && stride != o.n) {
     padded = pad_rows(o.b, stride, call);
@@ -137,9 +139,20 @@ void run_split(const Operands& o, GemmProblem p, const GemmPlan& plan, bool hopp
     p.ldb = o.k;
     p.n = static_cast<int>(stride);
   }
-  if (slabs > 0) run_slices(p, plan.kernel, plan.slice, data<int32_t>(sums));
-  combine({data<int32_t>(sums), static_cast<int>(slabs), o.m, o.n, stride, p.slab, p.a_scale,
-           p.b_scale, p.row_term, p.col_term, out, type, call.stream});
+  if (slabs > 0) run_slices(p, plan.kernel, plan.slice, data<int32_t>(*sums));
+  CombineTask task = {};
+  task.sums = data<int32_t>(*sums);
+  task.slabs = static_cast<int>(slabs);
+  task.m = o.m;
+  task.n = o.n;
+  task.stride = stride;
+  task.slab = p.slab;
+  task.a_scale = p.a_scale;
+  task.b_scale = p.b_scale;
+  task.row_term = p.row_term;
+  task.col_term = p.col_term;
+  task.stream = call.stream;
+  return task;
 }
 
 Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
@@ -155,7 +168,11 @@ Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
   GemmPlan plan = plan_gemm({o.m, o.n, o.k, type, hopper, o.packed, facts.sm_count});
   GemmProblem p = problem_of(o, facts, call);
   if (!plan.fused) {
-    run_split(o, p, plan, hopper, type, out.data_ptr(), call);
+    std::optional<Tensor> sums;
+    CombineTask task = run_sums(o, p, plan, hopper, sums, call);
+    task.out = out.data_ptr();
+    task.type = type;
+    combine(task);
     return out;
   }
   p.out = out.data_ptr();
@@ -164,7 +181,38 @@ Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) { m.impl("scaled_int_mm", TORCH_BOX(&scaled_int_mm)); }
+Tensor hadamard_int_mm(const Tensor& transformed, const Tensor& equal, const Tensor& other,
+                       const Tensor& scale, int64_t outputs, bool outputs_last,
+                       ScalarType out_dtype) {
+  constexpr const char* op = "hadamard_int_mm";
+  check_matrix(transformed, op, "transformed");
+  check_matrix(other, op, "other");
+  Call call(transformed);
+  int64_t padded = transformed.size(0), inputs = other.size(0);
+  STD_TORCH_CHECK(outputs >= 0 && padded == round_up(outputs, kOrder), "hot::", op,
+                  ": transformed has ", padded, " rows, expected ", outputs,
+                  " outputs rounded up to ", kOrder);
+  OutType type = out_type(out_dtype);
+  Tensor out = torch::stable::new_empty(
+      other, {outputs_last ? inputs : outputs, outputs_last ? outputs : inputs}, out_dtype);
+  if (outputs == 0 || inputs == 0) return out;
+  const Tensor &a = outputs_last ? other : transformed, &b = outputs_last ? transformed : other;
+  Operands o =
+      operands_of(a, b, outputs_last ? scale : equal, outputs_last ? equal : scale, {}, {});
+  DeviceFacts facts = facts_of(call.device);
+  GemmPlan plan = plan_sums({o.m, o.n, o.k, type, facts.hopper, o.packed, facts.sm_count});
+  std::optional<Tensor> sums;
+  CombineTask task = run_sums(o, problem_of(o, facts, call), plan, facts.hopper, sums, call);
+  task.out = out.data_ptr();
+  task.type = type;
+  combine_transformed(task, outputs, outputs_last);
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
+  m.impl("scaled_int_mm", TORCH_BOX(&scaled_int_mm));
+  m.impl("hadamard_int_mm", TORCH_BOX(&hadamard_int_mm));
+}
 
 }  // namespace
 }  // namespace hot

@@ -118,6 +118,13 @@ GemmPlan plan_int4(const GemmShape& s) {
 
 }  // namespace
 
+GemmPlan plan_sums(const GemmShape& s) {
+#ifdef HOT_SM90
+  if (s.hopper) return split(kSums, s).plan;
+#endif
+  return split(kSumsSm80, s).plan;
+}
+
 GemmPlan plan_gemm(const GemmShape& s) {
   if (s.packed) return plan_int4(s);
 #ifdef HOT_SM90

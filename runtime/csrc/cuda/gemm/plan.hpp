@@ -27,4 +27,7 @@ struct GemmPlan {
 
 GemmPlan plan_gemm(const GemmShape&);
 
+// Of int32 sums in slabs, for an epilogue of its own.
+GemmPlan plan_sums(const GemmShape&);
+
 }  // namespace hot

@@ -48,15 +48,15 @@ struct Agreement {
 #endif
   }
 
-  // The unit's maxima from the warps', in lanes below kOrder of every warp; `turn` counts.
-  __device__ uint32_t largest(const uint32_t (&of_row)[kOrder], int turn, unsigned blocks) {
+  // The unit's maxima, in lanes below kOrder of every warp. of_row: this warp's, of the thread's
+  // rows from `first` on, in every lane that has them; `turn` counts.
+  template <int kRows>
+  __device__ uint32_t largest(const uint32_t (&of_row)[kRows], int first, int turn,
+                              unsigned blocks) {
     int lane = threadIdx.x % 32, buffer = turn % 2;
-    uint4* mine = reinterpret_cast<uint4*>(of_warp[buffer][threadIdx.x / 32]);
-    if (lane == 0)
+    uint32_t* mine = of_warp[buffer][threadIdx.x / 32] + first;
 #pragma unroll
-      for (int i = 0; i < kOrder / 4; ++i)
-        mine[i] =
-            make_uint4(of_row[4 * i], of_row[4 * i + 1], of_row[4 * i + 2], of_row[4 * i + 3]);
+    for (int j = 0; j < kRows; ++j) mine[j] = of_row[j];  // lanes of one row: one value
     __syncthreads();
     if (blocks > 1 && threadIdx.x >= 32) return received(turn, blocks);
     uint32_t most = 0;
@@ -114,20 +114,6 @@ __device__ inline unsigned cluster_size(bool cluster) {
   if (cluster) return cooperative_groups::this_cluster().num_blocks();
 #endif
   return 1;
-}
-
-// The exponent of the largest sampled magnitude, in all threads.
-__device__ inline int highest_exponent(const OneReadTask& task) {
-  __shared__ uint32_t top;
-  if (threadIdx.x == 0) top = 0;
-  __syncthreads();
-  int strips = static_cast<int>((task.columns + kSampleStrip - 1) / kSampleStrip);
-  uint32_t mine = 0;
-  for (int s = threadIdx.x; s < strips; s += blockDim.x) mine = max(mine, task.strip_max[s]);
-  mine = __reduce_max_sync(~0u, mine);
-  if (threadIdx.x % 32 == 0) atomicMax(&top, mine);
-  __syncthreads();
-  return exponent_of(top);
 }
 
 }  // namespace hot

@@ -5,49 +5,41 @@
 
 namespace hot {
 
-// The buffer that collects a tile's columns: column c of thread t has kColumn bytes at
-// (c * threads + t) * kColumn, a unit's part exchanged by thread so that no bank is met twice.
+// The buffer that collects a tile's columns, kColumn bytes each. The 8 blocks of 16 columns that a
+// warp writes at once would meet in one bank: they exchange units, and columns with a neighbour.
 template <int kRank>
 struct ColumnBuffer {
   static constexpr int kPart = kRank == 0 ? kOrder : 8, kColumn = kTileUnits * kPart;
 
-  __device__ static int swap(int thread) { return thread / (128 / kColumn) % kTileUnits; }
-
-  __device__ static unsigned char* place(unsigned char* collected, int unit) {
-    int t = threadIdx.x;
-    return collected + t * kColumn + (unit ^ swap(t)) * kPart;
-  }
-
-  // 16 bytes of a column whose thread swaps by `s`.
-  __device__ static uint4 vector(const unsigned char* column, int s, int vector) {
-    if (kRank == 0) return *reinterpret_cast<const uint4*>(column + (vector ^ s) * 16);
-    uint4 v = *reinterpret_cast<const uint4*>(column + (vector ^ s / 2) * 16);
-    return s % 2 ? make_uint4(v.z, v.w, v.x, v.y) : v;
+  // Byte `at` of unit `unit`'s part of column `c` of block `block`.
+  __device__ static int place(int block, int c, int unit, int at) {
+    return (block * kOrder + exchanged(block, c)) * kColumn +
+           ((unit ^ (block & kMask) * (kRank == 0 ? 1 : 2)) * kPart) + at;
   }
 
   // Everything collected from column `first` on, as whole sectors of col_q.
   template <class T>
   __device__ static void write(const OneReadTask& task, uint32_t tile, int64_t first,
                                const unsigned char* collected) {
-    constexpr int kVectors = kColumn / 16;
+    int64_t total = (task.columns + kOrder - 1) / kOrder * kOrder;
     int at = threadIdx.x % kVectors;
     int64_t offset = tile * int64_t{kColumn} + at * 16;
     if (offset >= task.contracted) return;
-#pragma unroll 1
-    for (int part = 0; part < kVectors; ++part) {
-      int owner = (part * blockDim.x + threadIdx.x) / kVectors, s = swap(owner);
-      int64_t column = first + owner * kOwned<T>;
-      int left = static_cast<int>(min(task.columns - column, int64_t{kOwned<T>}));
-      const unsigned char* bytes = collected + owner * kColumn;
-      int8_t* out = task.col_q + column * task.contracted + offset;
-#pragma unroll
-      for (int c = 0; c < kOwned<T>; ++c) {
-        if (c < left) *reinterpret_cast<uint4*>(out) = vector(bytes, s, at);
-        bytes += blockDim.x * kColumn;
-        out += task.contracted;
-      }
+    int own = static_cast<int>(blockDim.x) * kOwned<T>, step = blockDim.x / kVectors;
+#pragma unroll 4
+    for (int column = threadIdx.x / kVectors; column < own; column += step) {
+      if (first + column >= total) break;
+      int block = column / kOrder, c = exchanged(block, column % kOrder);
+      const unsigned char* bytes = collected + (block * kOrder + c) * kColumn;
+      *reinterpret_cast<uint4*>(task.col_q + (first + column) * task.contracted + offset) =
+          *reinterpret_cast<const uint4*>(bytes + (at ^ (block & kMask)) * 16);
     }
   }
+
+ private:
+  static constexpr int kVectors = kColumn / 16, kMask = kVectors - 1;
+
+  __device__ static int exchanged(int block, int c) { return c ^ (block >> 2 & 1); }
 };
 
 }  // namespace hot

@@ -1,9 +1,10 @@
-// Host side of quantize_one_read and quantize_weight.
+// Host side of quantize_one_read.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
 #include "cuda/common/device.hpp"
+#include "cuda/common/numeric.cuh"
 #include "cuda/common/tensors.hpp"
 #include "cuda/common/units.hpp"
 #include "cuda/one_read/one_read.hpp"
@@ -11,23 +12,22 @@
 namespace hot {
 namespace {
 
-using Pair = std::tuple<Tensor, Tensor>;
 using Seven = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Seven quantize_one_read(const Tensor& grad_output, int64_t rank, int64_t tokens, bool summed) {
+Seven quantize_one_read(const Tensor& grad_output, int64_t rank, int64_t tokens, bool summed,
+                        bool fused) {
   constexpr const char* op = "quantize_one_read";
   check_matrix(grad_output, op, "grad_output");
   Units units(grad_output.size(0), rank, tokens, op);
   Call call(grad_output);
   Tensor g = with_contiguous_rows(grad_output, op);
   int64_t rows = g.size(0), columns = g.size(1), length = round_up(columns, kContractAlign);
-  int64_t strips = (columns + kSampleStrip - 1) / kSampleStrip;
   Tensor row_q = empty(g, {rows, length}, ScalarType::Char);
   Tensor row_scale = empty(g, {rows}, ScalarType::Float);
-  Tensor col_q = empty(g, {columns, units.contracted}, ScalarType::Char);
+  Tensor col_q = empty(g, {round_up(columns, kOrder), units.contracted}, ScalarType::Char);
   Tensor fold = empty(g, {units.contracted}, ScalarType::Float);
   Tensor peak = empty(g, {units.count}, ScalarType::Float);
-  Tensor equal = empty(g, {columns}, ScalarType::Float);
+  Tensor equal = empty(g, {round_up(columns, kOrder)}, ScalarType::Float);
   int64_t tiles = (units.count + kTileUnits - 1) / kTileUnits;
   Tensor sums = empty(g, {summed ? tiles : 0, columns}, ScalarType::Float);
   if (rows == 0 || columns == 0) {
@@ -35,7 +35,7 @@ Seven quantize_one_read(const Tensor& grad_output, int64_t rank, int64_t tokens,
     if (columns > 0) torch::stable::fill_(equal, 1.0);
     return {row_q, row_scale, col_q, fold, peak, equal, sums};
   }
-  Tensor workspace = empty(g, {columns + strips}, ScalarType::Int);
+  Tensor sampled = empty(g, {kEqualParts * kPartSlices}, ScalarType::Int);
   OneReadTask task = {};
   task.g = g.data_ptr();
   task.rows = rows;
@@ -48,14 +48,14 @@ Seven quantize_one_read(const Tensor& grad_output, int64_t rank, int64_t tokens,
   task.units = static_cast<uint32_t>(units.count);
   task.row_length = length;
   task.contracted = units.contracted;
-  task.sampled = data<uint32_t>(workspace);
-  task.strip_max = task.sampled + columns;
+  task.fused = fused;
+  task.sampled = data<uint32_t>(sampled);
+  task.equal = data<float>(equal);
   task.row_q = data<int8_t>(row_q);
   task.row_scale = data<float>(row_scale);
   task.col_q = data<int8_t>(col_q);
   task.fold = data<float>(fold);
   task.peak = data<float>(peak);
-  task.equal = data<float>(equal);
   task.sums = summed ? data<float>(sums) : nullptr;
   task.device = call.device;
   task.clusters = facts_of(call.device).hopper;
@@ -64,38 +64,8 @@ Seven quantize_one_read(const Tensor& grad_output, int64_t rank, int64_t tokens,
   return {row_q, row_scale, col_q, fold, peak, equal, sums};
 }
 
-Pair quantize_weight(const Tensor& weight, const Tensor& equal, bool inputs_first) {
-  constexpr const char* op = "quantize_weight";
-  check_matrix(weight, op, "weight");
-  Call call(weight);
-  Tensor w = with_contiguous_rows(weight, op);
-  int64_t outputs = w.size(inputs_first ? 1 : 0), inputs = w.size(inputs_first ? 0 : 1);
-  Tensor factor = factors(equal, outputs, op, "equal");
-  int64_t length = round_up(outputs, kContractAlign);
-  Tensor q = empty(w, {inputs, length}, ScalarType::Char);
-  Tensor scale = empty(w, {inputs}, ScalarType::Float);
-  if (inputs == 0 || outputs == 0) {
-    zero_all(call, q, scale);
-    return {q, scale};
-  }
-  WeightTask task = {w.data_ptr(),
-                     outputs,
-                     inputs,
-                     w.size(0) > 1 ? w.stride(0) : w.size(1),
-                     inputs_first,
-                     whole_vectors(w),
-                     data<float>(factor),
-                     length,
-                     data<int8_t>(q),
-                     data<float>(scale),
-                     call.stream};
-  dispatch(w, task, op, quantize_weight_bf16, quantize_weight_fp16, quantize_weight_fp32);
-  return {q, scale};
-}
-
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
   m.impl("quantize_one_read", TORCH_BOX(&quantize_one_read));
-  m.impl("quantize_weight", TORCH_BOX(&quantize_weight));
 }
 
 }  // namespace

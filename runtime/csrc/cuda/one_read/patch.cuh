@@ -1,179 +1,262 @@
 // A unit's rows in registers.
 #pragma once
 
-#include "cuda/one_read/arithmetic.cuh"
+#include "cuda/one_read/column_buffer.cuh"
+#include "cuda/one_read/sample.cuh"
 
 namespace hot {
 
-// 16 rows of one thread's columns. kWhole: all rows exist and are whole vectors.
+// What one row's integers are made with.
+struct RowScale {
+  float reciprocal;
+  int halvings;
+};
+
+// A block of 16 columns of some of a unit's rows: what one thread has, to transform it by itself.
+// Threads of a warp whose numbers are kBlocks apart share a block's 16 rows.
 template <class T>
 struct Patch {
-  static constexpr int kColumns = kOwned<T>;
-  uint2 words[kOrder];
-  Lift<T> lift;
+  static constexpr int kRows = 8 / sizeof(T), kSharers = kOrder / kRows, kBlocks = 32 / kSharers;
+  static constexpr int kVectors = sizeof(T);  // of 16 bytes in a row
+  uint4 words[kRows][kVectors];
+  float lift;  // a power of two, equal's inverse: of what the block is transformed to
 
-  // equal's inverse, written by the first unit's block.
-  __device__ void find_lift(const OneReadTask& task, int64_t column, int highest, bool writes) {
+  // `writes`: the inverse to `equal`, too.
+  __device__ void find_lift(const OneReadTask& task, const Sampled& sampled, int64_t column,
+                            bool writes) {
+    int by = sampled.lift(task, column);
+    lift = power_of_2(by);
+    if (!writes || first_row() != 0 || column >= task.columns) return;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      bool inside = column + c < task.columns;
-      int by = min(highest - exponent_of(inside ? task.sampled[column + c] : 0), kMostLift);
-      lift.by[c] = power_of_2(by - kMostLift);
-      if (writes && inside) task.equal[column + c] = power_of_2(-by);
-    }
+    for (int c = 0; c < kOrder; ++c) task.equal[column + c] = power_of_2(-by);
   }
 
+  // The first of its rows within the unit, and its block within the thread block.
+  __device__ static int first_row() { return threadIdx.x % 32 / kBlocks * kRows; }
+  __device__ static int block() { return threadIdx.x / 32 * kBlocks + threadIdx.x % kBlocks; }
+
+  // From `column` on. kWhole: all rows exist and are whole vectors.
   template <bool kWhole>
   __device__ void load(const OneReadTask& task, const UnitRows& rows, int64_t column) {
-    const T* source = static_cast<const T*>(task.g) + rows.row(0) * task.stride + column;
-    int64_t step = rows.tokens * task.stride, left = task.columns - column;
+    int64_t left = task.columns - column;
 #pragma unroll
-    for (int i = 0; i < kOrder; ++i, source += step) {
-      if (kWhole)
-        words[i] = left > 0 ? __ldcs(reinterpret_cast<const uint2*>(source)) : make_uint2(0, 0);
-      else
-        words[i] = rows.has(i) ? load_owned(source, left, task.vectors) : make_uint2(0, 0);
+    for (int j = 0; j < kRows; ++j) {
+      int i = first_row() + j;
+      const T* source = static_cast<const T*>(task.g) + rows.row(i) * task.stride + column;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        constexpr int kCount = 16 / sizeof(T);
+        int rest = static_cast<int>(min(left, int64_t{kOrder})) - v * kCount;
+        if (!kWhole && !rows.has(i)) rest = 0;
+        words[j][v] = load_vector(source + v * kCount, rest, kWhole || task.vectors);
+      }
     }
   }
 
-  __device__ void apply_lift() {
+  // 16 bytes, of which `left` elements exist.
+  __device__ static uint4 load_vector(const T* source, int left, bool vectors) {
+    if (vectors)
+      return left > 0 ? __ldcs(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+    constexpr int kCount = 16 / sizeof(T);
+    alignas(16) T v[kCount];
 #pragma unroll
-    for (int i = 0; i < kOrder; ++i) lift.apply(words[i]);
+    for (int c = 0; c < kCount; ++c) v[c] = c < left ? source[c] : static_cast<T>(0.0f);
+    return *reinterpret_cast<uint4*>(v);
+  }
+
+  __device__ void row(int j, float (&v)[kOrder]) const {
+    constexpr int kCount = Word<T>::kCount;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t word[4] = {words[j][i].x, words[j][i].y, words[j][i].z, words[j][i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) unpack(word[w], v + (4 * i + w) * kCount, T());
+    }
   }
 
   // Keeps the compiler from holding unpacked values over what comes next: there is no room.
   __device__ void forget_unpacked() {
 #pragma unroll
-    for (int i = 0; i < kOrder; ++i)
-      asm volatile("" : "+r"(words[i].x), "+r"(words[i].y) : : "memory");
+    for (int j = 0; j < kRows; ++j)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+        asm volatile(""
+                     : "+r"(words[j][i].x), "+r"(words[j][i].y), "+r"(words[j][i].z),
+                       "+r"(words[j][i].w)
+                     :
+                     : "memory");
   }
 
-  __device__ void row(int i, float (&v)[kColumns]) const {
-    unpack_owned<T>(words[i], v);
+  // Bits of 4 times the absmax of its rows, transformed, in this warp.
+  __device__ void largest(uint32_t (&of_row)[kRows]) const {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) v[c] = lift.value(v[c], c);
+    for (int j = 0; j < kRows; ++j) {
+      float v[kOrder];
+      row(j, v);
+      float most = __fmul_rn(transformed_absmax(v, 0xffffu), lift);
+#pragma unroll
+      for (int d = 1; d < kBlocks; d *= 2) most = max_nan(most, __shfl_xor_sync(~0u, most, d));
+      of_row[j] = __float_as_uint(most);
+    }
   }
 
-  // Bits of the rows' absmax in this warp.
-  __device__ void largest(uint32_t (&of_row)[kOrder]) {
-    forget_unpacked();
+  // The columns' sums over the unit's rows, added to those of the kOwned that this thread keeps.
+  __device__ void add_to(float (&sum)[kOwned<T>]) const {
+    float total[kOrder];
+    row(0, total);
 #pragma unroll
-    for (int i = 0; i < kOrder; ++i)
-      of_row[i] = __reduce_max_sync(~0u, __float_as_uint(lift.largest(words[i])));
-  }
-
-  // The kept rows of the unit: 8 bytes of each column, to its place in `out`. One word's columns
-  // after the other: all at once would not fit into registers.
-  __device__ void collect_kept(uint32_t unit, int64_t first, float reciprocal,
-                               unsigned char* out) const {
-    constexpr int kCount = Word<T>::kCount;
-#pragma unroll 1
-    for (int word = 0; word < 2; ++word) {
-      float v[kCount][kOrder];
+    for (int j = 1; j < kRows; ++j) {
+      float v[kOrder];
+      row(j, v);
 #pragma unroll
-      for (int i = 0; i < kOrder; ++i) {
-        float both[kCount];
-        unpack(word == 0 ? words[i].x : words[i].y, both, T());
+      for (int c = 0; c < kOrder; ++c) total[c] += v[c];
+    }
+    // half of what is left goes to the sharer that keeps it, until each has its own
 #pragma unroll
-        for (int c = 0; c < kCount; ++c) v[c][i] = lift.value(both[c], word == 0 ? c : c + kCount);
+    for (int lanes = 16, half = kOrder / 2; lanes >= kBlocks; lanes /= 2, half /= 2) {
+      bool upper = threadIdx.x & lanes;
+#pragma unroll
+      for (int c = 0; c < half; ++c) {
+        float given = upper ? total[c] : total[c + half];
+        float kept = upper ? total[c + half] : total[c];
+        total[c] = kept + __shfl_xor_sync(~0u, given, lanes);
       }
-#pragma unroll
-      for (int c = 0; c < kCount; ++c) {
-        int at = word * kCount + c;
-        uint32_t place = static_cast<uint32_t>(first + at) * kColHash;
-        *reinterpret_cast<uint2*>(out + at * blockDim.x * (kTileUnits * 8)) =
-            keep(v[c], unit * 8, place, reciprocal);
-      }
     }
+#pragma unroll
+    for (int c = 0; c < kOwned<T>; ++c) sum[c] += total[c];
   }
 
-  __device__ static uint2 keep(float (&v)[kOrder], uint32_t first_row, uint32_t place,
-                               float reciprocal) {
-    constexpr uint32_t kKept = low_pass_mask(8);
-    uint32_t q[8];
-    hadamard_times_4(v);
-    int k = 0;
-#pragma unroll
-    for (int n = 0; n < kOrder; ++n) {
-      if (!(kKept >> n & 1)) continue;
-      q[k] = round_fixed(v[n], 0.25f * reciprocal, (first_row + k) * kRowHash ^ place);
-      ++k;
-    }
-    if (reciprocal == 0.0f) return make_uint2(0, 0);
-    return make_uint2(second_bytes(q[0], q[1], q[2], q[3]), second_bytes(q[4], q[5], q[6], q[7]));
-  }
-
-  // The rows themselves, added to `sum` as well, and 16 bytes of each column to its place in `out`
-  // if they are wanted too. kWhole: no row's reciprocal is 0 either.
-  template <bool kColumnsToo, bool kWhole>
-  __device__ void write_rows(const OneReadTask& task, const UnitRows& rows, int64_t first,
-                             float my_reciprocal, unsigned char* out, float (&sum)[kColumns]) {
-    uint32_t columns[kColumns][4], place[kColumns];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) place[c] = static_cast<uint32_t>(first + c) * kColHash;
-    int8_t* target = task.row_q + rows.row(0) * task.row_length + first;
-    int64_t step = rows.tokens * task.row_length;
-    uint32_t row_place = rows.row(0) * kRowHash;
-    bool inside = first < task.row_length;
-    // differs between the forms of this code, whose common part would else be moved before both
-    asm volatile("// %1" : "+r"(row_place) : "n"(static_cast<int>(kWhole)));
-    forget_unpacked();
-#pragma unroll
-    for (int quad = 0; quad < 4; ++quad) {
-      uint32_t q[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j, target += step, row_place += rows.tokens * kRowHash) {
-        int i = 4 * quad + j;
-        float reciprocal = __shfl_sync(~0u, my_reciprocal, i), v[kColumns];
-        row(i, v);
-        uint32_t of[4] = {};
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          sum[c] += v[c];
-          if (!kWhole && reciprocal == 0.0f) v[c] = 0.0f;
-          of[c] = round_fixed(v[c], reciprocal, row_place ^ place[c]);
-        }
-        q[j] = kColumns == 4 ? second_bytes(of[0], of[1], of[2], of[3])
-                             : __byte_perm(of[0], of[1], 0x0051);
-        if (inside && (kWhole || rows.has(i))) store_row(target, q[j]);
-      }
-      if (kColumnsToo) transpose(q, quad, columns);
-    }
-    if constexpr (kColumnsToo) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-        *reinterpret_cast<uint4*>(out + c * blockDim.x * (kTileUnits * 16)) =
-            make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]);
-    }
-  }
-
-  // A tile's sums, without the lift.
-  __device__ void write_sums(const OneReadTask& task, uint32_t tile, int64_t first,
-                             const float (&sum)[kColumns]) const {
-    if (task.sums == nullptr) return;
+  __device__ static void write_sums(const OneReadTask& task, uint32_t tile, int64_t column,
+                                    const float (&sum)[kOwned<T>]) {
+    int64_t first = column + threadIdx.x % 32 / kBlocks * kOwned<T>;
     float* out = task.sums + tile * task.columns + first;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      if (first + c < task.columns) out[c] = sum[c] / lift.by[c];
+    for (int c = 0; c < kOwned<T>; ++c)
+      if (first + c < task.columns) out[c] = sum[c];
   }
 
-  __device__ static void store_row(int8_t* out, uint32_t q) {
-    if (kColumns == 4)
-      *reinterpret_cast<uint32_t*>(out) = q;
-    else
-      *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(q);
+  // The transformed rows' integers, and, for kColumnsToo, the same by columns into `collected`.
+  // kWhole: all rows exist, and no row's reciprocal is 0. kShorter: columns get fewer bits of some
+  // rows. mine: of row `lane`.
+  template <bool kColumnsToo, bool kWhole, bool kShorter>
+  __device__ void write_rows(const OneReadTask& task, const UnitRows& rows, int64_t column,
+                             int unit, const RowScale& mine, unsigned char* collected) {
+    uint32_t by_columns[kRows][4];
+    uint32_t place = static_cast<uint32_t>(column / kOrder) * kColHash;
+    // differs between the forms of this code, whose common part would else be moved before both
+    asm volatile("// %1" : "+r"(place) : "n"(2 * kWhole + kShorter));
+    forget_unpacked();
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      int i = first_row() + j;
+      RowScale scale = {__shfl_sync(~0u, mine.reciprocal, i), 0};
+      if (kShorter) scale.halvings = __shfl_sync(~0u, mine.halvings, i);
+      float v[kOrder];
+      uint32_t q[4];
+      row(j, v);
+      hadamard_times_4(v);
+      quantize_row<kWhole, kShorter>(v, scale, rows.row(i) * kRowHash ^ place, q, by_columns[j]);
+      int8_t* out = task.row_q + rows.row(i) * task.row_length + column;
+      if (column < task.row_length && (kWhole || rows.has(i)))
+        *reinterpret_cast<uint4*>(out) = make_uint4(q[0], q[1], q[2], q[3]);
+    }
+    if constexpr (kColumnsToo) collect(by_columns, unit, collected);
   }
 
-  // Bytes of four rows to words of four columns (two, for fp32).
-  __device__ static void transpose(const uint32_t (&q)[4], int quad,
-                                   uint32_t (&columns)[kColumns][4]) {
-    uint32_t a = __byte_perm(q[0], q[1], 0x5140), b = __byte_perm(q[2], q[3], 0x5140);
-    columns[0][quad] = __byte_perm(a, b, 0x5410);
-    columns[1][quad] = __byte_perm(a, b, 0x7632);
-    if constexpr (kColumns == 4) {
-      a = __byte_perm(q[0], q[1], 0x7362), b = __byte_perm(q[2], q[3], 0x7362);
-      columns[2][quad] = __byte_perm(a, b, 0x5410);
-      columns[3][quad] = __byte_perm(a, b, 0x7632);
+  template <bool kWhole, bool kShorter>
+  __device__ void quantize_row(float (&v)[kOrder], const RowScale& scale, uint32_t place,
+                               uint32_t (&q)[4], uint32_t (&shorter)[4]) const {
+    uint32_t of[kOrder], less[kOrder];
+    float factor = 0.25f * lift * scale.reciprocal;
+#pragma unroll
+    for (int c = 0; c < kOrder; ++c) {
+      if (!kWhole && scale.reciprocal == 0.0f) v[c] = 0.0f;
+      uint32_t bits = __float_as_uint(__fmaf_rn(v[c], factor, 12582912.0f));
+      uint32_t hashed = (bits ^ place ^ c * kLaneHash) * kMixHash;
+      of[c] = bits + (hashed >> 24);
+      if (kShorter) less[c] = bits + (hashed >> 24 - scale.halvings) >> scale.halvings;
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      q[w] = second_bytes(of[4 * w], of[4 * w + 1], of[4 * w + 2], of[4 * w + 3]);
+      shorter[w] =
+          kShorter ? second_bytes(less[4 * w], less[4 * w + 1], less[4 * w + 2], less[4 * w + 3])
+                   : q[w];
+    }
+  }
+
+  // Bytes of rows to bytes of columns.
+  __device__ static void collect(const uint32_t (&q)[kRows][4], int unit,
+                                 unsigned char* collected) {
+    using Buffer = ColumnBuffer<0>;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      uint32_t low = __byte_perm(q[0][w], q[1][w], 0x5140);   // columns 0 and 1, two rows each
+      uint32_t high = __byte_perm(q[0][w], q[1][w], 0x7362);  // columns 2 and 3
+      if constexpr (kRows == 4) {
+        uint32_t more = __byte_perm(q[2][w], q[3][w], 0x5140);
+        uint32_t most = __byte_perm(q[2][w], q[3][w], 0x7362);
+        uint32_t columns[4] = {__byte_perm(low, more, 0x5410), __byte_perm(low, more, 0x7632),
+                               __byte_perm(high, most, 0x5410), __byte_perm(high, most, 0x7632)};
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          *reinterpret_cast<uint32_t*>(
+              collected + Buffer::place(block(), 4 * w + c, unit, first_row())) = columns[c];
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          *reinterpret_cast<uint16_t*>(collected +
+                                       Buffer::place(block(), 4 * w + c, unit, first_row())) =
+              static_cast<uint16_t>((c < 2 ? low : high) >> 16 * (c % 2));
+      }
+    }
+  }
+
+  // HLA: the kept rows of the unit, transformed along both, by columns into `collected`.
+  __device__ void collect_kept(uint32_t unit_of_task, int64_t column, int unit, float reciprocal,
+                               unsigned char* collected) const {
+    constexpr uint32_t kKept = low_pass_mask(8);
+    uint32_t place = static_cast<uint32_t>(column / kOrder) * kColHash;
+    float v[kRows][kOrder];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      row(j, v[j]);
+      hadamard_times_4(v[j]);
+#pragma unroll
+      for (int c = 0; c < kOrder; ++c) v[j][c] = __fmul_rn(v[j][c], 0.25f * lift);
+    }
+#pragma unroll
+    for (int c = 0; c < kOrder; ++c) {
+      rows_butterflies(v, c);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        int n = first_row() + j, k = __popc(kKept & ((1u << n) - 1));
+        uint32_t row_place = (unit_of_task * 8 + k) * kRowHash;
+        float value = reciprocal == 0.0f ? 0.0f : v[j][c];
+        uint32_t q = round_fixed(value, 0.25f * reciprocal, row_place ^ place ^ c * kLaneHash);
+        if (kKept >> n & 1)
+          collected[ColumnBuffer<8>::place(block(), c, unit, k)] =
+              static_cast<unsigned char>(q >> 8);
+      }
+    }
+  }
+
+  // Of the unit's 16 values of one column, at distance 1, 2, 4 and 8: its own, then its sharers'.
+  __device__ static void rows_butterflies(float (&v)[kRows][kOrder], int c) {
+#pragma unroll
+    for (int d = 1; d < kOrder; d *= 2) {
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        if (d >= kRows) {
+          int lanes = d / kRows * kBlocks;
+          float other = __shfl_xor_sync(~0u, v[j][c], lanes);
+          v[j][c] = threadIdx.x & lanes ? __fsub_rn(other, v[j][c]) : __fadd_rn(v[j][c], other);
+        } else if (!(j & d)) {
+          float low = v[j][c], high = v[j + d][c];
+          v[j][c] = __fadd_rn(low, high);
+          v[j + d][c] = __fsub_rn(low, high);
+        }
+      }
     }
   }
 };

@@ -1,7 +1,8 @@
 // quantize_one_read in one read of grad_output: the 16 rows of a unit stay in the registers of one
-// block (or of a cluster of blocks, each with a part of the columns) while their absmax is agreed
-// on. Then the integers are written row by row, and, transposed in registers and collected over a
-// tile of 4 units in shared memory, column by column in whole sectors.
+// block (or of a cluster of blocks, each with a part of the columns) while the absmax of what they
+// are transformed to is agreed on. Then they are transformed again (there is no room to keep that),
+// and the integers are written row by row, and, transposed in registers and collected over a tile
+// of 4 units in shared memory, column by column in whole sectors.
 #include "cuda/common/variant.hpp"
 #include "cuda/one_read/agreement.cuh"
 #include "cuda/one_read/column_buffer.cuh"
@@ -12,11 +13,12 @@ namespace hot {
 // Scales of the unit's rows, by one warp.
 template <int kRank>
 __device__ void write_scales(const OneReadTask& task, const UnitRows& rows, uint32_t unit,
-                             uint32_t most) {
+                             uint32_t most, int halvings) {
   int lane = threadIdx.x % 32;
   float scale = one_read_scale_of(most);
   if (lane < kOrder && rows.has(lane)) task.row_scale[rows.row(lane)] = scale;
   if (kRank == 0) {
+    scale = __fmul_rn(scale, power_of_2(halvings));
     uint32_t peak = __reduce_max_sync(~0u, lane < kOrder ? __float_as_uint(scale) : 0u);
     if (lane < kOrder) task.fold[unit * int64_t{kOrder} + lane] = scale;
     if (lane == 0) task.peak[unit] = __uint_as_float(peak);
@@ -37,34 +39,55 @@ __device__ void prefetch(const OneReadTask& task, const UnitRows& rows, int64_t 
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }
 
+// A unit's integers and scales, from the bits of its rows' absmax in lanes below kOrder.
 template <class T, int kRank>
 __device__ void quantize_unit(const OneReadTask& task, const UnitRows& rows, uint32_t unit,
-                              int64_t column, Patch<T>& patch, uint32_t most, bool whole,
-                              unsigned char* out, float (&sum)[kOwned<T>]) {
-  float reciprocal = one_read_reciprocal_of(most);  // of row `lane`
+                              int64_t column, Patch<T>& patch, uint32_t most,
+                              const Sampled& sampled, bool whole, bool writes_scales,
+                              unsigned char* collected) {
+  RowScale mine = {one_read_reciprocal_of(most), sampled.halvings(most)};  // of row `lane`
+  if (writes_scales) write_scales<kRank>(task, rows, unit, most, mine.halvings);
+  int turn = static_cast<int>(unit % kTileUnits);
   if (kRank != 0)
-    patch.collect_kept(unit, column, one_read_reciprocal_of(bound_of_kept(most)), out);
-  if (whole && __all_sync(~0u, reciprocal != 0.0f || threadIdx.x % 32 >= kOrder))
-    patch.template write_rows<kRank == 0, true>(task, rows, column, reciprocal, out, sum);
+    patch.collect_kept(unit, column, turn, one_read_reciprocal_of(bound_of_kept(most)), collected);
+  bool has_row = threadIdx.x % 32 < kOrder;
+  bool full = whole && __all_sync(~0u, mine.reciprocal != 0.0f || !has_row);
+  bool shorter = kRank == 0 && __any_sync(~0u, mine.halvings > 0 && has_row);
+  if (shorter)
+    patch.template write_rows<kRank == 0, false, kRank == 0>(task, rows, column, turn, mine,
+                                                             collected);
+  else if (full)
+    patch.template write_rows<kRank == 0, true, false>(task, rows, column, turn, mine, collected);
   else
-    patch.template write_rows<kRank == 0, false>(task, rows, column, reciprocal, out, sum);
+    patch.template write_rows<kRank == 0, false, false>(task, rows, column, turn, mine, collected);
 }
+
+// From the bits of 4 times the absmax: the transform's factor.
+__device__ inline uint32_t quarter(uint32_t most) {
+  return __float_as_uint(__fmul_rn(__uint_as_float(most), 0.25f));
+}
+
+// HLA holds all of a patch's values at once.
+template <int kRank>
+constexpr int kBlocksPerSm = kRank == 0 ? kOneReadBlocksPerSm : 1;
 
 // A tile of units whose columns the threads of a block or cluster hold.
 template <class T, int kRank>
-__global__ void __launch_bounds__(kOneReadThreads, kOneReadBlocksPerSm)
+__global__ void __launch_bounds__(kOneReadThreads, kBlocksPerSm<kRank>)
     one_read_kernel(const __grid_constant__ OneReadTask task, bool cluster) {
   extern __shared__ __align__(16) unsigned char collected[];
   __shared__ Agreement agreement;
+  __shared__ Sampled sampled;
   unsigned blocks = cluster_size(cluster), part = blockIdx.x % blocks;
   uint32_t tile = blockIdx.x / blocks;
   uint32_t begin = tile * kTileUnits, end = min(begin + kTileUnits, task.units);
   int64_t first = int64_t{part} * blockDim.x * kOwned<T>;
-  int64_t column = first + threadIdx.x * kOwned<T>;
+  int64_t column = first + Patch<T>::block() * kOrder;
   Patch<T> patch;
   agreement.start(cluster);
   wait_for_predecessor();
-  patch.find_lift(task, column, highest_exponent(task), tile == 0);
+  sampled.find(task);
+  patch.find_lift(task, sampled, column, tile == 0);
   UnitRows rows(task, begin), ahead = rows;
   ahead.next();
   float sum[kOwned<T>] = {};
@@ -77,60 +100,59 @@ __global__ void __launch_bounds__(kOneReadThreads, kOneReadBlocksPerSm)
     else
       patch.template load<false>(task, rows, column);
     if (unit + 1 < end) prefetch<T>(task, ahead, first);
-    patch.apply_lift();
-    uint32_t of_row[kOrder];
+    if (task.sums != nullptr) patch.add_to(sum);
+    uint32_t of_row[Patch<T>::kRows];
+    patch.forget_unpacked();
     patch.largest(of_row);
-    uint32_t most = agreement.largest(of_row, turn, blocks);
-    if (part == 0 && threadIdx.x < 32) write_scales<kRank>(task, rows, unit, most);
-    quantize_unit<T, kRank>(task, rows, unit, column, patch, most, whole,
-                            ColumnBuffer<kRank>::place(collected, turn), sum);
+    uint32_t most = quarter(agreement.largest(of_row, Patch<T>::first_row(), turn, blocks));
+    quantize_unit<T, kRank>(task, rows, unit, column, patch, most, sampled, whole,
+                            part == 0 && threadIdx.x < 32, collected);
   }
-  patch.write_sums(task, tile, column, sum);
+  if (task.sums != nullptr) patch.write_sums(task, tile, column, sum);
   __syncthreads();
   ColumnBuffer<kRank>::template write<T>(task, tile, first, collected);
 }
 
 // Rows longer than registers hold: gone over twice, the second time from the caches.
 template <class T, int kRank>
-__global__ void __launch_bounds__(kOneReadThreads, kOneReadBlocksPerSm)
+__global__ void __launch_bounds__(kOneReadThreads, kBlocksPerSm<kRank>)
     one_read_long_kernel(const __grid_constant__ OneReadTask task) {
   extern __shared__ __align__(16) unsigned char collected[];
   __shared__ uint32_t most[kTileUnits][kOrder];
+  __shared__ Sampled sampled;
   uint32_t tile = blockIdx.x;
   int lane = threadIdx.x % 32;
   int units = static_cast<int>(min(task.units - tile * kTileUnits, uint32_t{kTileUnits}));
-  int64_t step = int64_t{blockDim.x} * kOwned<T>, own = threadIdx.x * kOwned<T>;
+  int64_t step = int64_t{blockDim.x} * kOwned<T>, own = Patch<T>::block() * kOrder;
   Patch<T> patch;
   for (int i = threadIdx.x; i < kTileUnits * kOrder; i += blockDim.x) most[0][i] = 0;
   wait_for_predecessor();
-  int highest = highest_exponent(task);  // ends with the block in step
+  sampled.find(task);  // ends with the block in step
   for (int64_t first = 0; first < task.row_length; first += step) {
-    patch.find_lift(task, first + own, highest, tile == 0);
+    patch.find_lift(task, sampled, first + own, tile == 0);
     for (int u = 0; u < units; ++u) {
       patch.template load<false>(task, UnitRows(task, tile * kTileUnits + u), first + own);
-      patch.apply_lift();
-      uint32_t of_row[kOrder];
+      uint32_t of_row[Patch<T>::kRows];
       patch.largest(of_row);
 #pragma unroll
-      for (int i = 0; i < kOrder; ++i)
-        if (lane == i) atomicMax(&most[u][i], of_row[i]);
+      for (int j = 0; j < Patch<T>::kRows; ++j)
+        if (lane % Patch<T>::kBlocks == 0) atomicMax(&most[u][patch.first_row() + j], of_row[j]);
     }
   }
   __syncthreads();
   for (int64_t first = 0; first < task.row_length; first += step) {
-    patch.find_lift(task, first + own, highest, false);
     float sum[kOwned<T>] = {};
+    patch.find_lift(task, sampled, first + own, false);
     for (int u = 0; u < units; ++u) {
       uint32_t unit = tile * kTileUnits + u;
       UnitRows rows(task, unit);
-      uint32_t of_lane = lane < kOrder ? most[u][lane] : 0;
-      if (first == 0 && threadIdx.x < 32) write_scales<kRank>(task, rows, unit, of_lane);
+      uint32_t of_lane = lane < kOrder ? quarter(most[u][lane]) : 0;
       patch.template load<false>(task, rows, first + own);
-      patch.apply_lift();
-      quantize_unit<T, kRank>(task, rows, unit, first + own, patch, of_lane, false,
-                              ColumnBuffer<kRank>::place(collected, u), sum);
+      if (task.sums != nullptr) patch.add_to(sum);
+      quantize_unit<T, kRank>(task, rows, unit, first + own, patch, of_lane, sampled, false,
+                              first == 0 && threadIdx.x < 32, collected);
     }
-    patch.write_sums(task, tile, first + own, sum);
+    if (task.sums != nullptr) patch.write_sums(task, tile, first + own, sum);
     __syncthreads();
     ColumnBuffer<kRank>::template write<T>(task, tile, first, collected);
     __syncthreads();
@@ -157,7 +179,7 @@ inline OneReadShape one_read_shape(int64_t columns, int owned, bool clusters) {
 
 template <class T, int kRank>
 void launch_one_read_rank(const OneReadTask& task) {
-  constexpr int kEach = kOwned<T> * ColumnBuffer<kRank>::kColumn;
+  constexpr int kEach = kOwned<T> * ColumnBuffer<kRank>::kColumn;  // of shared memory, a thread
   OneReadShape shape = one_read_shape(task.row_length, kOwned<T>, task.clusters);
   int64_t tiles = (task.units + kTileUnits - 1) / kTileUnits;
   unsigned threads = static_cast<unsigned>(shape.threads);
@@ -174,8 +196,8 @@ void launch_one_read_rank(const OneReadTask& task) {
 
 template <class T>
 void launch_one_read(const OneReadTask& task) {
-  unsigned strips = grid_size((task.columns + kSampleStrip - 1) / kSampleStrip);
-  queue_kernel("quantize_one_read: sample", sample_kernel<T>, {strips, 512}, task.stream, task);
+  queue_kernel("quantize_one_read: sample", sample_kernel<T>,
+               {dim3(kEqualParts, kPartSlices), kSampleThreads}, task.stream, task);
   if (task.rank == 0) return launch_one_read_rank<T, 0>(task);
   launch_one_read_rank<T, 8>(task);
 }

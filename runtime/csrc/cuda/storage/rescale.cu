@@ -129,7 +129,7 @@ __device__ inline uint4 fold_and_round(const float (&v)[kPlaces], const float (&
     uint32_t q[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      uint32_t place = k_place + (4 * w + j) * kColHash;
+      uint32_t place = k_place ^ (4 * w + j) * kLaneHash;
       float value = __fmul_rn(v[4 * w + j], 256.0f);  // exact; the fold times that may be infinite
       q[j] = round_fixed(value, fold[4 * w + j], column_place ^ place);
     }
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       float4 part = *reinterpret_cast<const float4*>(task.fold + k + i);
       fold[i] = part.x, fold[i + 1] = part.y, fold[i + 2] = part.z, fold[i + 3] = part.w;
     }
-    uint32_t k_place = static_cast<uint32_t>(k) * kColHash;
+    uint32_t k_place = static_cast<uint32_t>(k / kOrder) * kColHash;
 #pragma unroll 1
     for (int c0 = 0; c0 < columns; c0 += kAtOnce) {
       Place<kNibbles> place(task, first + c0, k, tile);
