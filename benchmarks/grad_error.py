@@ -5,13 +5,13 @@
 A small ViT learns noisy pictures of random prototypes; at some steps every Linear's g_y and x are
 taken, and both ways' gradients are compared with exact ones, x in 8 bits. A cell is the relative
 error of g_x, or of g_w (of q, k and v apart), with a form for each product, with one for both
-(ADR 5), and with one for both without making columns equal first.
+(ADR 5), and with one for both whose parts are made equal first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
-from unittest import mock
 
 import timm
 import torch
@@ -21,44 +21,24 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hot_compile.runtime import reference
-from hot_compile.runtime.reference import one_read
+from hot_compile.config import Strategy
+from hot_compile.passes.layers.strategies import STRATEGIES, How
 
 CLASSES = 20
 Gradients = tuple[Tensor, Tensor]
 
 
-def for_each_product(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
-    """Rows for g_x after HT, columns for g_w."""
-    row_q, row_scale, col_q, col_scale, _ = reference.quantize_grad(g, 8, True, 0, 1, True)
-    w_q, w_scale, _ = reference.quantize_columns(w, 16, 1, 8, True, False)
-    x_q, x_scale, _ = reference.quantize_columns(x, 0, 1, 8, True, False)
-    return (
-        reference.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
-        reference.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, torch.float32),
-    )
+def way_of(**how: bool) -> Callable[[Tensor, Tensor, Tensor], Gradients]:
+    """Both gradients of one layer from its g_y, x and W."""
+    return lambda g, x, w: STRATEGIES[Strategy.INT8](g, x, w, How(**how))[:2]
 
 
-def for_both(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
-    """The same integers for both products."""
-    row_q, row_scale, col_q, fold, peak, equal, _ = reference.quantize_one_read(g, 0, 1)
-    w_q, w_scale = reference.quantize_weight(w, equal, False)
-    x_q, x_scale = reference.rescale_int8(*reference.compress_int8(x, 0, 1), fold, peak)
-    return (
-        reference.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.float32),
-        reference.scaled_int_mm(col_q, x_q, equal, x_scale, None, None, torch.float32),
-    )
-
-
-def without_equal_columns(g: Tensor, x: Tensor, w: Tensor) -> Gradients:
-    """``for_both`` with every column's factor 1."""
-    with mock.patch.object(one_read, "equal_of", lambda g: torch.ones(g.shape[1])):
-        return for_both(g, x, w)
+WAYS = (way_of(), way_of(one_read=True), way_of(one_read=True, fused=True))
 
 
 def errors(name: str, g: Tensor, x: Tensor, w: Tensor) -> list[str]:
     """One cell for g_x and one for each part of g_w, three ways in each."""
-    ways = [way(g, x, w) for way in (for_each_product, for_both, without_equal_columns)]
+    ways = [way(g, x, w) for way in WAYS]
     exact = (g.double() @ w.double(), g.double().t() @ x.double())
     parts = 3 if name.endswith("qkv") else 1
 

@@ -107,16 +107,17 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
     """Every transform on one gradient or activation of this shape."""
     x = torch.randn(rows, columns, device="cuda", dtype=dtype)
     stored = hot.compress_int4(x)
-    *_, fold, peak, equal, _ = hot.quantize_one_read(x, 0, 1)
+    *_, fold, peak, _, _ = hot.quantize_one_read(x, 0, 1)
     *_, half_fold, half_peak, _, _ = hot.quantize_one_read(x, 8, tokens)
     whole, half = hot.compress_int8(x, 0, 1), hot.compress_int8(x, 8, tokens)
     weight = torch.randn(columns, 768, device="cuda", dtype=dtype)
     calls = {
         "quantize_one_read int4": (x, lambda _: hot.quantize_one_read(x, 0, 1)),
+        "quantize_one_read fused, sums": (x, lambda _: hot.quantize_one_read(x, 0, 1, True, True)),
         "quantize_one_read hla8": (x, lambda _: hot.quantize_one_read(x, 8, tokens)),
-        "quantize_weight (x 768)": (
+        "quantize_columns HT16 of W (x 768)": (
             weight,
-            lambda _: hot.quantize_weight(weight, equal, False),
+            lambda _: hot.quantize_columns(weight, 16, 1, 8, True, False),
         ),
         "compress_int8": (x, lambda _: hot.compress_int8(x, 0, 1)),
         "compress_int8 hla8": (x, lambda _: hot.compress_int8(x, 8, tokens)),
@@ -141,7 +142,7 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
 
 
 def product(name: str, shape: tuple[int, int, int]) -> Product:
-    """scaled_int_mm to bf16 (with and without rank-1 term) and fp32, and torch.mm."""
+    """Both integer products to bf16 (one with and without a rank-1 term, and to fp32), torch.mm."""
     m, n, k = shape
     copies = max(1, min(4, 1 + EVICTION_BYTES // (m * k + n * k)))  # past the L2 cache
     operands = [
@@ -158,6 +159,13 @@ def product(name: str, shape: tuple[int, int, int]) -> Product:
         "bf16 rank-1": microseconds(lambda i: integer(i, torch.bfloat16, a_scale, b_scale)),
         "fp32": microseconds(lambda i: integer(i, torch.float32, None, None)),
     }
+    if "g_w" in name:
+        spent["hadamard bf16"] = microseconds(
+            lambda i: hot.hadamard_int_mm(
+                operands[i % copies][0], a_scale, operands[i % copies][1], b_scale, m, False,
+                torch.bfloat16,
+            )
+        )  # fmt: skip
     floats = [[t.bfloat16() for t in pair] for pair in operands]
     spent["torch.mm"] = microseconds(
         lambda i: torch.mm(floats[i % copies][0], floats[i % copies][1].t())
