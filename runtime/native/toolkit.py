@@ -45,9 +45,12 @@ _ELEMENTS = tuple(
 )
 
 
-def _sm90(name: str, out: str, m: int, n: int, schedule: str) -> tuple[str, ...]:
+def _sm90(
+    name: str, out: str, m: int, n: int, schedule: str, epilogue: str = "ScaleEpilogue"
+) -> tuple[str, ...]:
     """Flags of one of Hopper's products: its results and the tile of them that a block computes."""
-    defined = {"NAME": f"{name}_{m}x{n}", "OUT": out, "M": m, "N": n, "SCHEDULE": schedule}
+    defined = {"NAME": f"{name}_{m}x{n}", "OUT": out, "M": m, "N": n}
+    defined |= {"SCHEDULE": schedule, "EPILOGUE": epilogue}
     return tuple(f"-DHOT_{key}={value}" for key, value in defined.items())
 
 
@@ -59,6 +62,8 @@ _SM90 = (
     _sm90("fp16", "cutlass::half_t", 128, 128, "Pingpong"),
     _sm90("fp32", "float", 128, 128, "Pingpong"),
     _sm90("s32", "int32_t", 128, 128, "Pingpong"),
+    _sm90("rows_bf16", "cutlass::bfloat16_t", 128, 128, "Pingpong", "RowsEpilogue"),
+    _sm90("columns_bf16", "cutlass::bfloat16_t", 128, 128, "Pingpong", "ColumnsEpilogue"),
 )
 _GENCODE = {
     "80": ("-gencode", "arch=compute_80,code=[sm_80,compute_80]"),

@@ -70,39 +70,27 @@ __global__ void __launch_bounds__(kThreads)
   write_four(out, packed, count, task.n % 4 == 0);
 }
 
-// A thread has 16 outputs of 4 inputs: rows of sums, 4 columns.
+// A thread has 16 outputs of one input: rows of sums.
 template <class Out>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ CombineTask task, int64_t outputs) {
-  int64_t vectors = task.stride / 4;
   int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= task.m / kOrder * vectors) return;
-  int64_t first = i / vectors * kOrder, column = i % vectors * 4;
-  int count = static_cast<int>(min(task.n - column, int64_t{4}));
-  float v[4][kOrder], equal = task.a_scale[first];
+  if (i >= task.m / kOrder * task.n) return;
+  int64_t first = i / task.n * kOrder, column = i % task.n;
+  int64_t sum[kOrder] = {};
+  for (int s = 0; s < task.slabs; ++s) {
+    const int32_t* source = task.sums + s * task.slab + first * task.stride + column;
 #pragma unroll
-  for (int r = 0; r < kOrder; ++r) {
-    int64_t sum[4] = {0, 0, 0, 0};
-    add_slabs(task, (first + r) * task.stride + column, sum, count);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[j][r] = static_cast<float>(sum[j]);
+    for (int r = 0; r < kOrder; ++r) sum[r] += source[r * task.stride];
   }
+  float v[kOrder], scale = __fmul_rn(task.a_scale[first], task.b_scale[column]);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float scale = j < count ? __fmul_rn(task.b_scale[column + j], equal) : 0.0f;
-#pragma unroll
-    for (int r = 0; r < kOrder; ++r) v[j][r] = __fmul_rn(v[j][r], scale);
-    hadamard_times_4(v[j]);
-  }
+  for (int r = 0; r < kOrder; ++r) v[r] = __fmul_rn(static_cast<float>(sum[r]), scale);
+  hadamard_times_4(v);
   Out* out = static_cast<Out*>(task.out) + first * task.n + column;
 #pragma unroll
-  for (int r = 0; r < kOrder; ++r, out += task.n) {
-    if (first + r >= outputs) break;
-    alignas(16) Out packed[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) put(__fmul_rn(v[j][r], 0.25f), packed + j);
-    write_four(out, packed, count, task.n % 4 == 0);
-  }
+  for (int r = 0; r < kOrder; ++r)
+    if (first + r < outputs) put(__fmul_rn(v[r], 0.25f), out + r * task.n);
 }
 
 // A thread has 16 outputs of one input: columns of sums.
@@ -136,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Out>
 void launch_transformed(const CombineTask& task, int64_t outputs, bool outputs_last) {
-  int64_t work = outputs_last ? task.m * (task.n / kOrder) : task.m / kOrder * (task.stride / 4);
+  int64_t work = task.m * task.n / kOrder;
   unsigned blocks = grid_size((work + kThreads - 1) / kThreads);
   if (blocks == 0) return;
   if (outputs_last)

@@ -12,8 +12,9 @@ namespace hot {
 
 // out = a b^T with a [m, k], b [n, k] int8 or packed INT4 (int4_*), k contiguous; lda and ldb count
 // elements. Fused kernels multiply by a_scale[m] * b_scale[n] and add row_term[m] * col_term[n]
-// (null: no such term); int32 kernels write the sums. batch > 1 cuts the contracted dimension:
-// slice s starts s * k further, its sums go to slab s.
+// (null: no such term), those named rows or columns transform instead; int32 kernels write the
+// sums. batch > 1 cuts the contracted dimension: slice s starts s * k further, its sums go to slab
+// s.
 struct GemmProblem {
   const int8_t* a;
   const int8_t* b;
@@ -40,6 +41,8 @@ HOT_GEMM_SM90(fp32_128x128);
 HOT_GEMM_SM90(s32_128x128);
 HOT_GEMM_SM90(bf16_128x192);
 HOT_GEMM_SM90(bf16_64x128);
+HOT_GEMM_SM90(rows_bf16_128x128);
+HOT_GEMM_SM90(columns_bf16_128x128);
 #undef HOT_GEMM_SM90
 
 #define HOT_GEMM_SM80(name) void gemm_sm80_##name(const GemmProblem&)

@@ -200,9 +200,17 @@ Tensor hadamard_int_mm(const Tensor& transformed, const Tensor& equal, const Ten
   Operands o =
       operands_of(a, b, outputs_last ? scale : equal, outputs_last ? equal : scale, {}, {});
   DeviceFacts facts = facts_of(call.device);
-  GemmPlan plan = plan_sums({o.m, o.n, o.k, type, facts.hopper, o.packed, facts.sm_count});
+  GemmShape shape = {o.m, o.n, o.k, type, facts.hopper, o.packed, facts.sm_count};
+  GemmPlan plan = plan_hadamard(shape, outputs_last, outputs != padded);
+  GemmProblem p = problem_of(o, facts, call);
+  if (plan.fused) {
+    p.out = out.data_ptr();
+    p.ldo = o.n;
+    plan.kernel(p);
+    return out;
+  }
   std::optional<Tensor> sums;
-  CombineTask task = run_sums(o, problem_of(o, facts, call), plan, facts.hopper, sums, call);
+  CombineTask task = run_sums(o, p, plan, facts.hopper, sums, call);
   task.out = out.data_ptr();
   task.type = type;
   combine_transformed(task, outputs, outputs_last);

@@ -28,6 +28,12 @@ constexpr Candidate kFused[] = {
     {gemm_sm90_fp16_128x128, OutType::kFp16, 128, 128, 6.3e6, 1.1},
     {gemm_sm90_fp32_128x128, OutType::kFp32, 128, 128, 6.3e6, 1.8},
 };
+constexpr Candidate kRows[] = {
+    {gemm_sm90_rows_bf16_128x128, OutType::kBf16, 128, 128, 6.3e6, 1.6},
+};
+constexpr Candidate kColumns[] = {
+    {gemm_sm90_columns_bf16_128x128, OutType::kBf16, 128, 128, 6.3e6, 1.6},
+};
 constexpr Candidate kSums = {gemm_sm90_s32_128x128, OutType::kFp32, 128, 128, 6.3e6, 1.1};
 #endif
 constexpr Candidate kFusedSm80[] = {
@@ -118,9 +124,13 @@ GemmPlan plan_int4(const GemmShape& s) {
 
 }  // namespace
 
-GemmPlan plan_sums(const GemmShape& s) {
+GemmPlan plan_hadamard(const GemmShape& s, bool columns, bool crops) {
 #ifdef HOT_SM90
-  if (s.hopper) return split(kSums, s).plan;
+  if (s.hopper) {
+    Choice sums = split(kSums, s);
+    bool fuses = s.type == OutType::kBf16 && !crops && can_fuse(s, 8);
+    return fuses ? cheapest(sums, columns ? kColumns : kRows, s) : sums.plan;
+  }
 #endif
   return split(kSumsSm80, s).plan;
 }

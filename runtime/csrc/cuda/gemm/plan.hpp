@@ -27,7 +27,7 @@ struct GemmPlan {
 
 GemmPlan plan_gemm(const GemmShape&);
 
-// Of int32 sums in slabs, for an epilogue of its own.
-GemmPlan plan_sums(const GemmShape&);
+// Of a product with H16 over its columns, or its rows, in the epilogue; `crops` ends in a block.
+GemmPlan plan_hadamard(const GemmShape&, bool columns, bool crops);
 
 }  // namespace hot

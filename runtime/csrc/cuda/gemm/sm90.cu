@@ -4,7 +4,7 @@
 namespace hot {
 
 void HOT_VARIANT(gemm_sm90)(const GemmProblem& p) {
-  GemmSm90<HOT_OUT, HOT_M, HOT_N, HOT_SCHEDULE>::run(p);
+  GemmSm90<HOT_OUT, HOT_M, HOT_N, HOT_SCHEDULE, HOT_EPILOGUE>::run(p);
 }
 
 }  // namespace hot

@@ -56,6 +56,63 @@ struct ScaleEpilogue<Tile, int32_t> {
   static typename Type::Arguments arguments(const GemmProblem&) { return {{}, {}}; }
 };
 
+// H16 over the rows, or over the columns, of a thread's fragment of a tile: (2 columns, rows r and
+// r + 8, 4 blocks of 8 columns), where wgmma leaves row lane / 4 and columns 2 (lane % 4).
+template <class Fragment, bool kColumns>
+struct Hadamard16 {
+  CUTLASS_DEVICE Fragment operator()(Fragment v) const {
+    constexpr int kCount = Fragment::kElements;
+    static_assert(kCount % 8 == 0, "a fragment holds whole blocks of 16 columns");
+    if (kColumns) within<1>(v);
+    between(v, kColumns ? 1 : 4);
+    between(v, kColumns ? 2 : 8);
+    if (!kColumns) between(v, 16);
+    within<kColumns ? 4 : 2>(v);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] *= 0.25f;
+    return v;
+  }
+
+  template <int kDistance>
+  CUTLASS_DEVICE static void within(Fragment& v) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Fragment::kElements; ++i) {
+      if (i & kDistance) continue;
+      float low = v[i], high = v[i + kDistance];
+      v[i] = low + high;
+      v[i + kDistance] = low - high;
+    }
+  }
+
+  CUTLASS_DEVICE static void between(Fragment& v, int lanes) {
+    float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Fragment::kElements; ++i)
+      v[i] = fmaf(v[i], sign, __shfl_xor_sync(0xffffffffu, v[i], lanes));
+  }
+};
+template <class Fragment>
+using HadamardOfRows = Hadamard16<Fragment, false>;
+template <class Fragment>
+using HadamardOfColumns = Hadamard16<Fragment, true>;
+
+// The same without terms, and with H16 over what one scale is constant in 16 of.
+template <class Tile, class Out, template <class> class Transform>
+struct TransformedEpilogue {
+  using Scaled = typename ScaleEpilogue<Tile, Out>::Scaled;
+  using Type = fusion::Sm90EVT<fusion::Sm90Compute<Transform, Out, float, kRound>, Scaled>;
+
+  static typename Type::Arguments arguments(const GemmProblem& p) {
+    typename Scaled::Arguments scaled = {
+        {{}, {p.a_scale, 0.0f, {}}, {}}, {p.b_scale, 0.0f, {}}, {}};
+    return {scaled, {}};
+  }
+};
+template <class Tile, class Out>
+using RowsEpilogue = TransformedEpilogue<Tile, Out, HadamardOfRows>;
+template <class Tile, class Out>
+using ColumnsEpilogue = TransformedEpilogue<Tile, Out, HadamardOfColumns>;
+
 struct Pingpong {
   using Main = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
   using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
@@ -65,11 +122,11 @@ struct Cooperative {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-template <class Out, int TileM, int TileN, class Schedule, int ClusterM = 2, int ClusterN = 1>
+template <class Out, int TileM, int TileN, class Schedule, template <class, class> class EpilogueOf>
 struct GemmSm90 {
   using Tile = Shape<Int<TileM>, Int<TileN>, Int<128>>;
-  using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
-  using Epilogue = ScaleEpilogue<Tile, Out>;
+  using Cluster = Shape<cute::_2, _1, _1>;
+  using Epilogue = EpilogueOf<Tile, Out>;
   static constexpr int kOutAlign = 16 / sizeof(Out);
 
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<

@@ -1,6 +1,8 @@
 // A unit's rows in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/one_read/column_buffer.cuh"
 #include "cuda/one_read/sample.cuh"
 
@@ -12,13 +14,75 @@ struct RowScale {
   int halvings;
 };
 
+// Values as they are transformed, in place: bf16 for elements of 2 bytes, whose sums are rounded as
+// they are made, else fp32.
+template <class T>
+using Element = std::conditional_t<sizeof(T) == 4, float, __nv_bfloat16>;
+
+__device__ inline void butterfly(uint32_t& low, uint32_t& high, float) {
+  float a = __uint_as_float(low), b = __uint_as_float(high);
+  low = __float_as_uint(__fadd_rn(a, b));
+  high = __float_as_uint(__fsub_rn(a, b));
+}
+__device__ inline void butterfly(uint32_t& low, uint32_t& high, __nv_bfloat16) {
+  uint32_t sum;
+  asm("{\n.reg .b32 one;\n"
+      "mov.b32 one, 0x3f803f80;\n"
+      "fma.rn.bf16x2 %0, %1, one, %2;\n}"
+      : "=r"(sum)
+      : "r"(low), "r"(high));
+  asm("{\n.reg .b32 less;\n"
+      "mov.b32 less, 0xbf80bf80;\n"
+      "fma.rn.bf16x2 %0, %0, less, %1;\n}"
+      : "+r"(high)
+      : "r"(low));
+  low = sum;
+}
+// Of a word's two halves.
+__device__ inline void butterfly_within(uint32_t& word) {
+  uint32_t swapped = __byte_perm(word, word, 0x1032);
+  asm("{\n.reg .b32 signs;\n"
+      "mov.b32 signs, 0xbf803f80;\n"
+      "fma.rn.bf16x2 %0, %0, signs, %1;\n}"
+      : "+r"(word)
+      : "r"(swapped));
+}
+
+// The largest magnitude of some words, as a float's bits; NaN first.
+template <int kWords>
+__device__ inline float largest_of(const uint32_t (&w)[kWords], float) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) most = max_nan(most, fabsf(__uint_as_float(w[i])));
+  return most;
+}
+template <int kWords>
+__device__ inline float largest_of(const uint32_t (&w)[kWords], __nv_bfloat16) {
+  uint32_t most = w[0];
+#pragma unroll
+  for (int i = 1; i < kWords; ++i)
+#if __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(w[i]));
+#else
+    asm("{\n.reg .b32 a, b;\n"
+        "abs.bf16x2 a, %0;\n"
+        "abs.bf16x2 b, %1;\n"
+        "max.NaN.bf16x2 %0, a, b;\n}"
+        : "+r"(most)
+        : "r"(w[i]));
+#endif
+  float v[2];
+  unpack(most, v, __nv_bfloat16());
+  return max_nan(fabsf(v[0]), fabsf(v[1]));
+}
+
 // A block of 16 columns of some of a unit's rows: what one thread has, to transform it by itself.
 // Threads of a warp whose numbers are kBlocks apart share a block's 16 rows.
 template <class T>
 struct Patch {
   static constexpr int kRows = 8 / sizeof(T), kSharers = kOrder / kRows, kBlocks = 32 / kSharers;
-  static constexpr int kVectors = sizeof(T);  // of 16 bytes in a row
-  uint4 words[kRows][kVectors];
+  static constexpr int kWords = 4 * sizeof(T), kEach = Word<T>::kCount;  // of a row, in a word
+  uint32_t words[kRows][kWords];
   float lift;  // a power of two, equal's inverse: of what the block is transformed to
 
   // `writes`: the inverse to `equal`, too.
@@ -44,11 +108,11 @@ struct Patch {
       int i = first_row() + j;
       const T* source = static_cast<const T*>(task.g) + rows.row(i) * task.stride + column;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        constexpr int kCount = 16 / sizeof(T);
-        int rest = static_cast<int>(min(left, int64_t{kOrder})) - v * kCount;
+      for (int w = 0; w < kWords; w += 4) {
+        int rest = static_cast<int>(min(left, int64_t{kOrder})) - w * kEach;
         if (!kWhole && !rows.has(i)) rest = 0;
-        words[j][v] = load_vector(source + v * kCount, rest, kWhole || task.vectors);
+        uint4 v = load_vector(source + w * kEach, rest, kWhole || task.vectors);
+        words[j][w] = v.x, words[j][w + 1] = v.y, words[j][w + 2] = v.z, words[j][w + 3] = v.w;
       }
     }
   }
@@ -64,14 +128,37 @@ struct Patch {
     return *reinterpret_cast<uint4*>(v);
   }
 
-  __device__ void row(int j, float (&v)[kOrder]) const {
-    constexpr int kCount = Word<T>::kCount;
+  // Every row, from here on 4 times the orthonormal transform of it.
+  __device__ void transform() {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const uint32_t word[4] = {words[j][i].x, words[j][i].y, words[j][i].z, words[j][i].w};
+    for (int j = 0; j < kRows; ++j) {
+      if constexpr (std::is_same_v<T, __half>) to_bf16(words[j]);
+      if constexpr (kEach == 2)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) unpack(word[w], v + (4 * i + w) * kCount, T());
+        for (int w = 0; w < kWords; ++w) butterfly_within(words[j][w]);
+#pragma unroll
+      for (int d = 1; d < kWords; d *= 2)
+#pragma unroll
+        for (int w = 0; w < kWords; ++w)
+          if (!(w & d)) butterfly(words[j][w], words[j][w + d], Element<T>());
     }
+  }
+
+  __device__ static void to_bf16(uint32_t (&row)[kWords]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      float v[2];
+      unpack(row[w], v, __half());
+      __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+      row[w] = *reinterpret_cast<uint32_t*>(&pair);
+    }
+  }
+
+  // A row's values: as they came, or transformed.
+  template <class Held>
+  __device__ void row(int j, float (&v)[kOrder], Held) const {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) unpack(words[j][w], v + w * kEach, Held());
   }
 
   // Keeps the compiler from holding unpacked values over what comes next: there is no room.
@@ -79,35 +166,28 @@ struct Patch {
 #pragma unroll
     for (int j = 0; j < kRows; ++j)
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i)
-        asm volatile(""
-                     : "+r"(words[j][i].x), "+r"(words[j][i].y), "+r"(words[j][i].z),
-                       "+r"(words[j][i].w)
-                     :
-                     : "memory");
+      for (int w = 0; w < kWords; ++w) asm volatile("" : "+r"(words[j][w]) : : "memory");
   }
 
-  // Bits of 4 times the absmax of its rows, transformed, in this warp.
+  // Bits of 4 times the absmax of its rows, transformed and lifted, in this warp.
   __device__ void largest(uint32_t (&of_row)[kRows]) const {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      float v[kOrder];
-      row(j, v);
-      float most = __fmul_rn(transformed_absmax(v, 0xffffu), lift);
+      float most = __fmul_rn(largest_of(words[j], Element<T>()), lift);
 #pragma unroll
       for (int d = 1; d < kBlocks; d *= 2) most = max_nan(most, __shfl_xor_sync(~0u, most, d));
       of_row[j] = __float_as_uint(most);
     }
   }
 
-  // The columns' sums over the unit's rows, added to those of the kOwned that this thread keeps.
+  // The rows as they came, added to the sums of the kOwned columns that this thread keeps.
   __device__ void add_to(float (&sum)[kOwned<T>]) const {
     float total[kOrder];
-    row(0, total);
+    row(0, total, T());
 #pragma unroll
     for (int j = 1; j < kRows; ++j) {
       float v[kOrder];
-      row(j, v);
+      row(j, v, T());
 #pragma unroll
       for (int c = 0; c < kOrder; ++c) total[c] += v[c];
     }
@@ -153,8 +233,7 @@ struct Patch {
       if (kShorter) scale.halvings = __shfl_sync(~0u, mine.halvings, i);
       float v[kOrder];
       uint32_t q[4];
-      row(j, v);
-      hadamard_times_4(v);
+      row(j, v, Element<T>());
       quantize_row<kWhole, kShorter>(v, scale, rows.row(i) * kRowHash ^ place, q, by_columns[j]);
       int8_t* out = task.row_q + rows.row(i) * task.row_length + column;
       if (column < task.row_length && (kWhole || rows.has(i)))
@@ -220,8 +299,7 @@ struct Patch {
     float v[kRows][kOrder];
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      row(j, v[j]);
-      hadamard_times_4(v[j]);
+      row(j, v[j], Element<T>());
 #pragma unroll
       for (int c = 0; c < kOrder; ++c) v[j][c] = __fmul_rn(v[j][c], 0.25f * lift);
     }

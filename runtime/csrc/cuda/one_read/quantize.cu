@@ -72,7 +72,7 @@ template <int kRank>
 constexpr int kBlocksPerSm = kRank == 0 ? kOneReadBlocksPerSm : 1;
 
 // A tile of units whose columns the threads of a block or cluster hold.
-template <class T, int kRank>
+template <class T, int kRank, bool kSummed>
 __global__ void __launch_bounds__(kOneReadThreads, kBlocksPerSm<kRank>)
     one_read_kernel(const __grid_constant__ OneReadTask task, bool cluster) {
   extern __shared__ __align__(16) unsigned char collected[];
@@ -100,15 +100,15 @@ __global__ void __launch_bounds__(kOneReadThreads, kBlocksPerSm<kRank>)
     else
       patch.template load<false>(task, rows, column);
     if (unit + 1 < end) prefetch<T>(task, ahead, first);
-    if (task.sums != nullptr) patch.add_to(sum);
+    if constexpr (kSummed) patch.add_to(sum);
+    patch.transform();
     uint32_t of_row[Patch<T>::kRows];
-    patch.forget_unpacked();
     patch.largest(of_row);
     uint32_t most = quarter(agreement.largest(of_row, Patch<T>::first_row(), turn, blocks));
     quantize_unit<T, kRank>(task, rows, unit, column, patch, most, sampled, whole,
                             part == 0 && threadIdx.x < 32, collected);
   }
-  if (task.sums != nullptr) patch.write_sums(task, tile, column, sum);
+  if constexpr (kSummed) patch.write_sums(task, tile, column, sum);
   __syncthreads();
   ColumnBuffer<kRank>::template write<T>(task, tile, first, collected);
 }
@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kOneReadThreads, kBlocksPerSm<kRank>)
     for (int u = 0; u < units; ++u) {
       patch.template load<false>(task, UnitRows(task, tile * kTileUnits + u), first + own);
       uint32_t of_row[Patch<T>::kRows];
+      patch.transform();
       patch.largest(of_row);
 #pragma unroll
       for (int j = 0; j < Patch<T>::kRows; ++j)
@@ -149,6 +150,7 @@ __global__ void __launch_bounds__(kOneReadThreads, kBlocksPerSm<kRank>)
       uint32_t of_lane = lane < kOrder ? quarter(most[u][lane]) : 0;
       patch.template load<false>(task, rows, first + own);
       if (task.sums != nullptr) patch.add_to(sum);
+      patch.transform();
       quantize_unit<T, kRank>(task, rows, unit, first + own, patch, of_lane, sampled, false,
                               first == 0 && threadIdx.x < 32, collected);
     }
@@ -177,8 +179,8 @@ inline OneReadShape one_read_shape(int64_t columns, int owned, bool clusters) {
   return {kOneReadThreads, 1, false};
 }
 
-template <class T, int kRank>
-void launch_one_read_rank(const OneReadTask& task) {
+template <class T, int kRank, bool kSummed>
+void launch_one_read_form(const OneReadTask& task) {
   constexpr int kEach = kOwned<T> * ColumnBuffer<kRank>::kColumn;  // of shared memory, a thread
   OneReadShape shape = one_read_shape(task.row_length, kOwned<T>, task.clusters);
   int64_t tiles = (task.units + kTileUnits - 1) / kTileUnits;
@@ -188,10 +190,16 @@ void launch_one_read_rank(const OneReadTask& task) {
     return queue_kernel("quantize_one_read", one_read_long_kernel<T, kRank>,
                         {grid_size(tiles), threads, threads * kEach}, task.stream, task);
   }
-  allow_shared<one_read_kernel<T, kRank>, kOneReadThreads * kEach>(task.device);
-  queue_kernel("quantize_one_read", one_read_kernel<T, kRank>,
+  allow_shared<one_read_kernel<T, kRank, kSummed>, kOneReadThreads * kEach>(task.device);
+  queue_kernel("quantize_one_read", one_read_kernel<T, kRank, kSummed>,
                {grid_size(tiles * shape.cluster), threads, threads * kEach, shape.cluster},
                task.stream, task, shape.cluster > 1);
+}
+
+template <class T, int kRank>
+void launch_one_read_rank(const OneReadTask& task) {
+  if (task.sums == nullptr) return launch_one_read_form<T, kRank, false>(task);
+  launch_one_read_form<T, kRank, true>(task);
 }
 
 template <class T>
