@@ -63,6 +63,7 @@ _SM90 = (
     _sm90("fp32", "float", 128, 128, "Pingpong"),
     _sm90("s32", "int32_t", 128, 128, "Pingpong"),
     _sm90("rows_bf16", "cutlass::bfloat16_t", 128, 128, "Pingpong", "RowsEpilogue"),
+    _sm90("rows_bf16", "cutlass::bfloat16_t", 128, 192, "Cooperative", "RowsEpilogue"),
     _sm90("columns_bf16", "cutlass::bfloat16_t", 128, 128, "Pingpong", "ColumnsEpilogue"),
 )
 _GENCODE = {

@@ -200,7 +200,7 @@ def test_one_read_of_more_than_2_to_31_elements():
     g.normal_()
     row_q, row_scale, col_q, fold, peak, _, sums = torch.ops.hot.quantize_one_read(g, 0, 1, True)
     assert (sums[-1] - g[-32:].float().sum(0)).abs().max() < 1e-3
-    tail = hadamard(g[-64:].float().cpu().reshape(64, 66, 16)).reshape(64, cols)
+    tail = hadamard(g[-64:].cpu().reshape(64, 66, 16)).reshape(64, cols).float()
     want, _ = one_read_scale_of(tail.abs().amax(1))
     assert torch.equal(row_scale[-64:].cpu(), want)
     assert torch.equal(fold[-64:].cpu(), want)

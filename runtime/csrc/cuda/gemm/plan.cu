@@ -30,6 +30,7 @@ constexpr Candidate kFused[] = {
 };
 constexpr Candidate kRows[] = {
     {gemm_sm90_rows_bf16_128x128, OutType::kBf16, 128, 128, 6.3e6, 1.6},
+    {gemm_sm90_rows_bf16_128x192, OutType::kBf16, 128, 192, 6.65e6, 4.0},
 };
 constexpr Candidate kColumns[] = {
     {gemm_sm90_columns_bf16_128x128, OutType::kBf16, 128, 128, 6.3e6, 1.6},

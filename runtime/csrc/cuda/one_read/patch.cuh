@@ -191,19 +191,22 @@ struct Patch {
 #pragma unroll
       for (int c = 0; c < kOrder; ++c) total[c] += v[c];
     }
-    // half of what is left goes to the sharer that keeps it, until each has its own
-#pragma unroll
-    for (int lanes = 16, half = kOrder / 2; lanes >= kBlocks; lanes /= 2, half /= 2) {
-      bool upper = threadIdx.x & lanes;
-#pragma unroll
-      for (int c = 0; c < half; ++c) {
-        float given = upper ? total[c] : total[c + half];
-        float kept = upper ? total[c + half] : total[c];
-        total[c] = kept + __shfl_xor_sync(~0u, given, lanes);
-      }
-    }
+    scatter<16, kOrder / 2>(total);
 #pragma unroll
     for (int c = 0; c < kOwned<T>; ++c) sum[c] += total[c];
+  }
+
+  // Half of what is left goes to the sharer that keeps it, until each has its own.
+  template <int kLanes, int kHalf>
+  __device__ static void scatter(float (&total)[kOrder]) {
+    bool upper = threadIdx.x & kLanes;
+#pragma unroll
+    for (int c = 0; c < kHalf; ++c) {
+      float given = upper ? total[c] : total[c + kHalf];
+      float kept = upper ? total[c + kHalf] : total[c];
+      total[c] = kept + __shfl_xor_sync(~0u, given, kLanes);
+    }
+    if constexpr (kLanes > kBlocks) scatter<kLanes / 2, kHalf / 2>(total);
   }
 
   __device__ static void write_sums(const OneReadTask& task, uint32_t tile, int64_t column,
