@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from test_properties import matrices, quick
 from test_providers import check_sums
 
 from hot_compile.config import Strategy
+from hot_compile.distributions import DISTRIBUTIONS
 from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.runtime import reference
 from hot_compile.runtime.reference.arithmetic import hadamard
@@ -77,61 +77,6 @@ def ideal(g, x, w) -> tuple[torch.Tensor, torch.Tensor]:
     rows = hadamard((q.double() * scale[:, None]).reshape(len(g), -1, 16))
     rows = rows.reshape(len(g), -1)[:, : g.shape[1]]
     return rows @ w.double(), rows.t() @ x.double()
-
-
-def unseen_spikes(rows: int, outputs: int) -> torch.Tensor:
-    """In columns that a sample of some hundred rows finds empty."""
-    g = torch.randn(rows, outputs) * 1e-3
-    g[torch.arange(7, rows, 97), torch.randint(0, 40, (len(range(7, rows, 97)),))] = 1.0
-    return g
-
-
-def softmax_of(rows: int, classes: int) -> torch.Tensor:
-    zipf = 1 / torch.arange(1, classes + 1).float()
-    chosen = torch.multinomial(zipf, rows, replacement=True)
-    return zipf / zipf.sum() - F.one_hot(chosen, classes)
-
-
-def tags_of(rows: int, tags: int) -> torch.Tensor:
-    zipf = 1 / torch.arange(1, tags + 1).float()
-    found = torch.zeros(rows, tags)
-    found.scatter_(1, torch.multinomial(zipf, rows * 4, replacement=True).view(rows, 4), 1.0)
-    return found.mean(0) - found
-
-
-def spiked(rows: int, outputs: int) -> torch.Tensor:
-    g = torch.randn(rows, outputs) * 1e-3
-    g[torch.arange(rows), torch.randint(0, outputs, (rows,))] += 1
-    return g
-
-
-def sparse(share: float):
-    return lambda rows, outputs: torch.randn(rows, outputs) * (torch.rand(rows, outputs) < share)
-
-
-def blocks(rows: int, outputs: int) -> torch.Tensor:
-    g = torch.zeros(rows, outputs)
-    g[: rows // 3, : outputs // 5] = torch.randn(rows // 3, outputs // 5)
-    g[rows // 2 :, outputs // 2 :] = torch.randn(rows - rows // 2, outputs - outputs // 2) * 1e-2
-    return g
-
-
-DISTRIBUTIONS = {
-    "gaussian": torch.randn,
-    "10 % of entries": sparse(0.1),
-    "1 % of entries": sparse(0.01),
-    "0.1 % of entries": sparse(0.001),
-    "one spike a row": spiked,
-    "spikes in columns that no sample sees": unseen_spikes,
-    "softmax, Zipf labels": softmax_of,
-    "multi-label, base rates learned": tags_of,
-    "log-normal rows and columns": lambda r, o: (
-        torch.randn(r, o) * (1.5 * torch.randn(r, 1)).exp() * torch.randn(1, o).exp()
-    ),
-    "one huge column": lambda r, o: torch.randn(r, o) * (1 + 99 * (torch.arange(o) == o // 2)),
-    "most rows are zeros": lambda r, o: torch.randn(r, o) * (torch.rand(r, 1) < 0.02),
-    "blocks": blocks,
-}
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)

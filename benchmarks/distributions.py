@@ -1,0 +1,96 @@
+"""Errors of every quantiser on gradients and activations that are not Gaussian.
+
+    python benchmarks/distributions.py --json distributions.json
+
+A row is a distribution; a cell is the error relative to the exact result's norm. g_x and g_w of a
+layer [rows, outputs] x 256 inputs, x in INT8: with one quantisation of g_y for both products (what
+a Hopper GPU takes), with one for each (a CPU), and in 4 bits (recipe `paper`: scales a tensor).
+Then what storage makes of a tensor of that distribution: INT8 and INT4 by column and tile.
+On a GPU its kernels compute, elsewhere the definitions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from report import document, publish
+from tables import Document, Lines
+from torch import Tensor
+
+from hot_compile.config import Strategy
+from hot_compile.distributions import DISTRIBUTIONS
+from hot_compile.passes.layers.strategies import STRATEGIES, How
+from hot_compile.runtime.native import build
+from hot_compile.runtime.reference.sizes import UNITS_PER_TILE
+
+hot = torch.ops.hot
+WAYS = {
+    "one read": How(one_read=True),
+    "two reads": How(),
+    "per tensor, 4 bits": How(gx_bits=4, per_row=False, per_channel=False),
+}
+
+
+def _columns(q: Tensor, scale: Tensor, rows: int) -> Tensor:
+    tile = 16 * UNITS_PER_TILE
+    steps = scale.float().repeat_interleave(tile, 1)[:, : q.shape[1]]
+    return (q.float() * steps).t()[:rows]
+
+
+def _int4(x: Tensor) -> Tensor:
+    q, scale, zero = hot.expand_int4(*hot.compress_int4(x))
+    return (q.float() * scale[:, None] + zero[:, None]).t()[: len(x)]
+
+
+STORED = {
+    "x in INT8": lambda x: _columns(*hot.compress_int8(x, 0, 1), len(x)),
+    "x in INT4": _int4,
+}
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def row(name: str, rows: int, outputs: int, device: str) -> dict[str, Any]:
+    """Errors on one distribution."""
+    g = DISTRIBUTIONS[name](rows, outputs).to(device)
+    x, w = torch.randn(rows, 256, device=device) + 1, torch.randn(outputs, 256, device=device)
+    exact = g.double() @ w.double(), g.double().t() @ x.double()
+    found: dict[str, Any] = {"distribution": name, "outputs": outputs}
+    for way, how in WAYS.items():
+        got = STRATEGIES[Strategy.INT8](g, x, w, how)[:2]
+        found[way] = [_error(*pair) for pair in zip(got, exact, strict=True)]
+    for scheme, restored in STORED.items():
+        found[scheme] = _error(restored(g), g.double())
+    return found
+
+
+def table(documents: list[Document]) -> Lines:
+    """A row a distribution; g_x / g_w of each way, then what storage makes of such a tensor."""
+    made: Lines = [("distribution", "outputs", *WAYS, *STORED)]
+    for found in (row for said in documents for row in said["rows"]):
+        ways = (" / ".join(f"{e:.3f}" for e in found[way]) for way in WAYS)
+        stored = (f"{found[scheme]:.3f}" for scheme in STORED)
+        made.append((found["distribution"], str(found["outputs"]), *ways, *stored))
+    return made
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rows: Annotated[int, typer.Option(help="rows of grad_output")] = 4096,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+) -> None:
+    """Measure, print a table, and write JSON on request."""
+    build.load(device)
+    torch.manual_seed(0)
+    found = [row(name, rows, n, device) for name in DISTRIBUTIONS for n in (1024, 8192)]
+    facts = document(torch.device(device), {"rows": rows}, found)
+    publish(table, facts, "errors of quantisers", json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
