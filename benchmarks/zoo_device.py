@@ -158,7 +158,8 @@ def _compare(result: DeviceResult, built: Built, device: torch.device, gate: Pat
     try:
         loss, got, result.seconds = arms["hot"].gradients()
     except Exception as error:
-        result.error = brief(error)
+        alone = f"stock fails, too ({result.stock_error}): " if result.stock_error else ""
+        result.error = alone + brief(error)
         return
     result.hot_off = _off(got, exact)
     result.loss_off = abs(loss - result.loss) / max(abs(result.loss), 1e-12)

@@ -146,7 +146,10 @@ def device_page(results: Sequence[DeviceResult]) -> str:
     )  # fmt: skip
     lines = [_row(r) for r in sorted(rows, key=lambda r: r.name)]
     said += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]
-    for title, some in (("Hot fails where stock does not", failed), ("Not tried", untried)):
+    for title, some in (
+        ("Hot fails where stock does not", failed),
+        ("Not trained by eager PyTorch or stock here, or not finished", untried),
+    ):
         if some:
             said += ["", f"## {title}", "", "| model | why |", "|---|---|"]
             said += [f"| {r.name} | {_said(r.error)} |" for r in sorted(some, key=lambda r: r.name)]
