@@ -173,7 +173,9 @@ def _save(path: Path, compared: Compared, title: str) -> None:
     graphs = [compared.graphs[n] for n in last]
     stock = {name: [each[n] for n in last] for name, each in compared.stock.items()}
     if graphs:
-        save_page(path, graphs, title=title, stock=stock)
+        rates = sorted({name for graph in graphs for name in graph.plan.rates})
+        note = f"Predicted by these rates: {'; '.join(rates)}." if rates else ""
+        save_page(path, graphs, title=title, stock=stock, note=note)
         print(f"hot: wrote {path}", file=sys.stderr)
 
 

@@ -296,6 +296,7 @@ def test_a_page_of_what_a_script_did(seen, process, tmp_path, monkeypatch, said)
     assert result.exit_code == 0, result.output
     data = page_of(tmp_path / "page.html")
     assert data["title"] == str(script)
+    assert "rates: " in data["note"]
     assert [layer["strategy"] for layer in data["layers"]] == ["int4", "exact"]  # and the head
 
 
