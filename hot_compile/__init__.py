@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .config import HotConfig, Strategy
     from .inspect import Explanation, explain
+    from .observing.certificate import Certificate, certificate
     from .observing.monitor import Monitor
     from .passes.measure.profile import Profile
     from .schedule import load_state_dict, set_step, state_dict
 
 __version__ = "0.1.0"
 __all__ = [
+    "Certificate",
     "Explanation",
     "HotConfig",
     "MemoryReport",
@@ -25,6 +27,7 @@ __all__ = [
     "Profile",
     "Strategy",
     "calibrate",
+    "certificate",
     "explain",
     "load_state_dict",
     "memory_report",
@@ -33,6 +36,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Certificate": "observing.certificate",
+    "certificate": "observing.certificate",
     "Monitor": "observing.monitor",
     "load_state_dict": "schedule",
     "set_step": "schedule",

@@ -23,7 +23,8 @@ from .frameworks import trace_past_warnings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.doubting import Doubting
-from .observing.monitor import Gauge, Monitor, Watched, monitor_of
+from .observing.gauge import Gauge, Watched
+from .observing.monitor import Monitor, monitor_of
 from .observing.watching import Twin, Watch, twin
 from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
@@ -214,7 +215,7 @@ class _Graph:
         given = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
         if asked is None or not given:
             return None
-        trained = [x for x in self._parameters if x.requires_grad]
+        trained = [x for _, x in self._parameters if x.requires_grad]
         key = repr([(x.dtype, x.device, list(map(str, x.shape)), x.requires_grad) for x in given])
         counted = next((d for d in self.devices if d.type == "cuda"), self.devices[0])
         ledger = self.ledger(counted, asked)
@@ -231,10 +232,15 @@ class _Graph:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
-    def _parameters(self) -> list[torch.Tensor]:
-        """Those of its inputs that are parameters or buffers."""
-        named = zip(self.example_inputs, self.inputs.parameters, strict=False)
-        return [x for x, name in named if name and isinstance(x, torch.Tensor)]
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Those of its inputs that are parameters or buffers, with their names."""
+        named = zip(self.inputs.parameters, self.example_inputs, strict=False)
+        return [(name, x) for name, x in named if name and isinstance(x, torch.Tensor)]
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of its parameters that want gradients."""
+        return tuple(name for name, x in self._parameters if x.requires_grad)
 
     @property
     def captured(self) -> bool:
@@ -298,9 +304,12 @@ def _final(
     """The graph for good, watched if asked; what was found wanting is done more exactly."""
     if monitor is None:
         return graph.finished(config, profile)
-    config, gauge = monitor.applied(config, graph.inputs.parameters), Gauge(monitor.rotate)
+    config, code = monitor.applied(config, graph.inputs.parameters), code_being_compiled()
+    gauge = Gauge(monitor.rotate, config, graph.trained)
     watch = graph.watched(config, profile, gauge, graph.finished)
-    return Watched(watch.usual, watch, gauge, monitor, code_being_compiled(), config)
+    watched = Watched(watch.usual, watch, gauge, monitor, code)
+    monitor.watches((code, graph.trained), watched)
+    return watched
 
 
 def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:

@@ -15,7 +15,8 @@ from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
 from hot_compile.observing import watching
-from hot_compile.observing.monitor import Gauge, Quality, Watched
+from hot_compile.observing.gauge import Gauge, Watched
+from hot_compile.observing.monitor import Monitor, Quality
 from hot_compile.observing.watching import twin
 from hot_compile.testing import cosine, hot_step
 
@@ -130,16 +131,36 @@ def test_layers_take_turns(rotate):
     assert all("weight.grad" in seen[n][layer] for n in seen for layer in ("0", "2"))
 
 
-def test_only_one_forward_in_n_is_observed():
-    calls = []
-    watched = Watched(
-        lambda: calls.append("usual"), lambda: calls.append("observed"), Gauge(1),
-        hot_compile.Monitor(every=100), None,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [(100, [100, 200, 300]), ("doubling", [1, 2, 4, 8, 16, 32, 64, 128, 192, 256])],
+)
+def test_which_forwards_are_watched(every, due):
+    calls, gauge = [], Gauge(1)
+
+    def observed():
+        calls.append("observed")
+        gauge.gradient("p", torch.ones(2), torch.ones(2))  # as its backward would
+
+    watched = Watched(lambda: calls.append("usual"), observed, gauge, Monitor(every=every), None)
     for _ in range(300):
         watched()
-    assert calls.count("observed") == 3
-    assert calls[99] == "observed"
+    assert [n for n, call in enumerate(calls, 1) if call == "observed"] == due
+
+
+def test_forwards_of_a_step_are_watched_until_its_backward_and_judged_as_a_sum():
+    """A critic: each forward's gradient is right to a percent, their difference is not."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(net(), nn.GELU(), nn.Linear(64, 1)), torch.randn(256, 64)
+    monitor = Monitor(budget=0.25)
+    step = compiled(model, monitor)
+    (step(x).mean() - step(x + 0.01 * torch.randn(256, 64)).mean()).backward()
+    assert hot_compile.certificate(step).errors.worst > 0.5
+    for _ in range(6):
+        model.zero_grad()
+        (step(x).mean() - step(x + 0.01 * torch.randn(256, 64)).mean()).backward()
+    assert hot_compile.certificate(monitor).errors.worst < 0.25
+    assert monitor.compiles <= 3
 
 
 def test_with_auto_and_a_schedule(tmp_path):

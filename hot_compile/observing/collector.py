@@ -19,6 +19,7 @@ from hot_compile.passes.measure.conv import (
     conv_stats,
 )
 from hot_compile.passes.measure.linear import (
+    compare,
     forward_measures,
     grad_input_measures,
     grad_weight_measures,
@@ -91,9 +92,9 @@ class Collector(Observer):
         y = {} if x.is_cuda else conv_forward_measures(layer.site, weight, x)
         return _figures(gx, gw, conv_granule_errors(g, self._rank), stats, y)
 
-    def gradient(self, name: str, figures: Tensor) -> None:
+    def gradient(self, name: str, got: Tensor, want: Tensor) -> None:
         """Keep (error, cosine) of one parameter's gradient as the step has it."""
-        self._compared.append((name, figures))
+        self._compared.append((name, torch.stack(compare(got, want))))
 
     def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
         """Measure what storing one tensor does; nothing is read back before :meth:`flush`."""

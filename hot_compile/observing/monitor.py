@@ -1,18 +1,17 @@
-"""Opt-in watch on gradient quality: every N steps, how far each layer's gradients are from exact.
+"""Opt-in watch on gradient quality: now and then, how far each gradient of a step is from exact.
 
-    monitor = hot_compile.Monitor(path="quality.jsonl", budget=0.5)
+    monitor = hot_compile.Monitor(path="quality.jsonl", budget=0.25)
     step = torch.compile(model, backend="hot", options={"monitor": monitor})
 
-A watched step is a usual one, after whose backward an exact twin of it runs (``watching``). Told
+A watched step is a usual one, beside whose backward an exact twin of it runs (``watching``). Told
 are what each layer's own strategy loses, and how far the gradient of every parameter is from exact
-in the step as it ran, stored activations included. What leaves its budget is done more exactly from
-then on: the graph is compiled once more. Where no layer's strategy is to blame, the next step is
-watched, too, with what is stored for the backward, and the tensors found to blame get more bits.
+in the step as it ran, stored activations included. Where that leaves the budget the next step is
+watched, too, with every layer and all that is stored for the backward. What is found to blame is
+done more exactly from then on: the graph is compiled once more for all of it together.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -21,39 +20,32 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from hot_compile.config import BASELINES, HotConfig, Memory, Strategy
+from hot_compile.config import HotConfig, Memory, Strategy
 from hot_compile.errors import OptionError
-from hot_compile.observing.auto import forget
+from hot_compile.observing.evidence import Spread
 from hot_compile.observing.raising import Stored, bits_by_tensor, raised_bits
-from hot_compile.passes.layers.plan import Decision
-from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
-from hot_compile.passes.measure.linear import (
-    compare,
-    compare_product,
-    exact_grad_weight,
-    quantised_grad_input,
-    quantised_grad_weight,
-)
-from hot_compile.passes.measure.observe import Layer, Observer
-from hot_compile.passes.measure.stored import Fed
+
+if TYPE_CHECKING:
+    from hot_compile.observing.gauge import Gauge, Watched
 
 log = logging.getLogger("hot_compile")
 
-_UNTOUCHED = BASELINES | {Strategy.EXACT}
-_OWN = frozenset({"g_x", "g_w"})
+DOUBLING = "doubling"
+_LAST_DOUBLED = 64
+_SETTLED = 7
+"""Looks at a graph, 1 to 64, after which a line says what was found."""
+_STRICTER = 16
+"""By how much smaller the share of the budget is by which tensors and layers are judged, each time
+that no smaller one told what is to blame, or that a repair was not enough."""
+_STRICTEST = 3
 _FINER: Mapping[str, Mapping[str, Any]] = {
-    "of an exact forward": {"forward": "exact"},
     "in 8 bits": {"forward": "exact", "memory_bits": 8},
     "exactly": {"forward": "exact", "memory": Memory.OFF},
 }
-"""Rungs towards an exact forward and exact storage: what is said of each of what is stored, and the
-options it changes."""
+"""Rungs towards exact storage, each with an exact forward: what is said of them, and the options
+they change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +65,41 @@ class Quality:
 WHOLE = "weight.grad"
 """The side of a layer that is its weight's gradient in the step as it ran."""
 
+OWN = frozenset({"g_x", "g_w"})
+"""The sides that tell what a layer's own strategy loses."""
+
 Qualities = Mapping[str, Mapping[str, Quality]]
 """{layer: {"g_x" or "g_w": of its own strategy alone, "weight.grad": of the whole step}}, and
 {parameter: {"grad": of the whole step}} for what is no layer's weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What one look at one graph found, in short."""
+
+    step: int
+    """Forwards of the graph's present code."""
+    compiles: int
+    """How often graphs had been compiled."""
+    errors: Spread
+    """Of the parameters' gradients, relative to exact."""
+    off: int
+    """Parameters and layers that left the budget."""
 
 
 @dataclasses.dataclass
 class Monitor:
     """What to watch and where to tell it: give one to option ``monitor``."""
 
-    every: int = 100
-    """Watch every so many forwards of a graph."""
+    every: int | str = DOUBLING
+    """Watch every so many forwards of a graph; "doubling": the first, second, fourth, ... 64th, and
+    then every 64th. That begins anew when a graph is compiled again."""
     budget: float | None = None
-    """Make a layer exact whose g_x or g_w error exceeds this. If none does, but the whole error of
-    a layer's weight: store the tensors in more bits whose storing takes more than its share of it.
-    If there is none: give the graph an exact forward, store its activations in 8 bits, then
-    exactly, then make all layers exact. None: only watch."""
+    """Relative error that a gradient may have, or, where that is more, 0.3 of what it differs from
+    batch to batch. What is to blame for more is done more exactly: layers become exact whose own
+    g_x or g_w takes more than the budget, tensors are stored in more bits whose storing takes more
+    than its share of it. If there is none: the graph's activations are stored in 8 bits, then
+    exactly, and then all layers become exact. None: only watch."""
     rotate: int = 4
     """Measure the strategies of every so many layers per watched step, all of them in turn; 1: all
     at once. Whole errors are measured each time."""
@@ -106,10 +117,19 @@ class Monitor:
     """Tensors that are stored in more bits, by their names in a profile: how many, and why."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "rotate"):
+        self.graphs: dict[object, Watched] = {}
+        """Each graph's present code, with what was seen of it."""
+        self.history: list[Look] = []
+        """All looks so far, first to last."""
+        self.compiles = 0
+        """Graphs compiled so far, each time counted."""
+        self._said = False
+        for name, also in (("every", [DOUBLING]), ("rotate", [])):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise OptionError.value(name, value, "a whole number >= 1")
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and value not in also:
+                expected = " or ".join(["a whole number >= 1", *map(repr, also)])
+                raise OptionError.value(name, value, expected)
         self._check_budget()
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise OptionError.value("path", self.path, "a path, or None")
@@ -136,7 +156,7 @@ class Monitor:
 
     def applied(self, config: HotConfig, names: Sequence[str | None]) -> HotConfig:
         """The configuration for the graph of these parameters, after what was found so far."""
-        layers = {_layer_of(name) for name in names if name}
+        layers = {layer_of(name) for name in names if name}
         for name in self.stored.keys() & layers:
             rung = _FINER[self.stored[name].split(":")[0]]
             config = dataclasses.replace(config, **rung)
@@ -146,25 +166,23 @@ class Monitor:
             config, override=(*config.override, *exact), memory_override=bits
         )
 
-    def doubts(self, found: Qualities, config: HotConfig) -> bool:
-        """A layer's weight left the budget, and what the graph stores may be to blame for it."""
-        return bool(self._left(found)) and config.memory is not Memory.OFF
+    def due(self, forwards: int) -> bool:
+        """The forward of this number, from 1 on, of a graph's present code is to be watched."""
+        if isinstance(self.every, int):
+            return forwards % self.every == 0
+        if forwards > _LAST_DOUBLED:
+            return forwards % _LAST_DOUBLED == 0
+        return forwards & (forwards - 1) == 0
 
-    def tell(
-        self,
-        step: int,
-        found: Qualities,
-        config: HotConfig | None = None,
-        stored: Mapping[str, Stored] | None = None,
-    ) -> bool:
-        """Report what was found; True if it changes how a graph is to be compiled.
+    def report(
+        self, step: int, found: Qualities, stored: Mapping[str, Stored] | None = None
+    ) -> None:
+        """Tell every sink what was found.
 
         A failing sink is logged and dropped: watching must not stop a training run.
 
         Args:
             step: forwards so far. found: what was seen since the last call.
-            config: how the graph was compiled, if all its layers' strategies were measured since;
-                None: a whole error is not yet anybody's fault.
             stored: what crosses to the backward, if that was measured.
         """
         to_file = functools.partial(self._to_file, stored=stored or {})
@@ -175,61 +193,90 @@ class Monitor:
                 sink(step, found)
             except Exception:
                 log.warning("hot: monitor could not report step %d", step, exc_info=True)
-        if self._demote(step, found):
-            return True
-        if config is None or not self._left(found):
-            return False
-        return self._raise(step, found, stored or {}) or self._refine(step, found, config)
 
-    def _demote(self, step: int, found: Qualities) -> bool:
-        """Make layers exact whose own strategy leaves the budget."""
+    def faults(self, found: Qualities, gauge: Gauge) -> dict[str, str]:
+        """What left the budget: layers by their own strategy, parameters by the whole error."""
+        if self.budget is None or "*" in self.demoted:
+            return {}
+        own = {name: f"error {worst:.3g}" for name, worst in self._own(found, 1.0).items()}
+        whole = {name: t.fault(self.budget) for name, t in gauge.judged.items()}
+        return {**own, **{name: why for name, why in whole.items() if why}}
+
+    def repair(
+        self,
+        step: int,
+        found: Qualities,
+        stored: Mapping[str, Stored],
+        gauge: Gauge,
+    ) -> None:
+        """Change how the graph is to be compiled, in all that is to blame for its faults at once.
+
+        Args:
+            step, found, stored: as for :meth:`report`; of every layer and tensor.
+            gauge: what the looks at the graph showed.
+        """
+        assert self.budget is not None
+        worst, trace = max(gauge.judged.items(), key=lambda item: item[1].error)
+        why = f"whole error of {worst} {trace.error:.3g}, budget {self.budget:g}, at step {step}"
+        unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
+        for power in range(gauge.attempts, 1 if unknown else _STRICTEST):
+            share = _STRICTER**-power
+            new = self._demote(step, found, share)
+            if self._raise(stored, self.budget * share, why) or new:
+                return
+        self._refine(gauge, why)
+
+    def _own(self, found: Qualities, share: float) -> dict[str, float]:
+        """Worst own errors of the layers that leave a share of the budget and are not exact yet."""
         own = {
-            name: max((q.error for side, q in sides.items() if side in _OWN), default=0.0)
+            name: max((q.error for side, q in sides.items() if side in OWN), default=0.0)
             for name, sides in found.items()
         }
-        left = [name for name, worst in own.items() if self._over(worst)]
-        new = [name for name in left if name not in self.demoted]
-        for name in new:
-            self.demoted[name] = f"error {own[name]:.3g} over budget {self.budget:g} at step {step}"
+        most = math.inf if self.budget is None else self.budget * share
+        return {n: worst for n, worst in own.items() if worst > most and n not in self.demoted}
+
+    def _demote(self, step: int, found: Qualities, share: float) -> bool:
+        """Make layers exact whose own strategy leaves a share of the budget."""
+        new = self._own(found, share)
+        for name, worst in new.items():
+            of = "" if share == 1 else f"{share:.2g} of "
+            self.demoted[name] = f"error {worst:.3g} over {of}budget {self.budget:g} at step {step}"
             log.warning("hot: %s stays exact from now on: %s", name, self.demoted[name])
         return bool(new)
 
-    def _left(self, found: Qualities) -> dict[str, float]:
-        """Whole errors of the layers' weights that left the budget."""
-        whole = {name: sides[WHOLE].error for name, sides in found.items() if WHOLE in sides}
-        left = {name: error for name, error in whole.items() if self._over(error)}
-        return {} if "*" in self.demoted else left
-
-    def _reason(self, step: int, found: Qualities) -> str:
-        left = self._left(found)
-        worst = max(left, key=lambda name: left[name])
-        why = f"whole error of {worst}'s weight {left[worst]:.3g}, its own within "
-        return why + f"budget {self.budget:g}, at step {step}"
-
-    def _raise(self, step: int, found: Qualities, stored: Mapping[str, Stored]) -> bool:
-        """No strategy is to blame: give tensors more bits whose storing is."""
-        assert self.budget is not None
-        why = self._reason(step, found)
-        new = raised_bits(stored, self.budget, self.raised)
+    def _raise(self, stored: Mapping[str, Stored], budget: float, why: str) -> bool:
+        """Give tensors more bits whose storing takes more than its share of ``budget``."""
+        new = raised_bits(stored, budget, self.raised)
         for name, text in new.items():
             self.raised[name] = f"{text}; {why}"
             log.warning("hot: %s is stored more finely from now on: %s", name, self.raised[name])
         return bool(new)
 
-    def _refine(self, step: int, found: Qualities, config: HotConfig) -> bool:
-        """Nobody alone is to blame: take the next rung towards exact for graphs that are off."""
-        left, why = self._left(found), self._reason(step, found)
-        rung = next((text for text, change in _FINER.items() if _changes(config, change)), None)
+    def _refine(self, gauge: Gauge, why: str) -> None:
+        """Nobody alone is to blame: take the next rung towards exact for the graph."""
+        changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
+        rung = next(changes, None)
         if rung is None:
             self.demoted["*"] = why
             log.warning("hot: every layer stays exact from now on: %s", why)
-            return True
-        self.stored.update(dict.fromkeys(left, f"{rung}: {why}"))
+            return
+        self.stored.update(dict.fromkeys(gauge.layers, f"{rung}: {why}"))
         log.warning("hot: activations of this graph are stored %s from now on: %s", rung, why)
-        return True
 
-    def _over(self, error: float) -> bool:
-        return self.budget is not None and error > self.budget
+    def watches(self, key: object, graph: Watched) -> None:
+        """A graph was compiled: ``graph`` is what runs from now on."""
+        before = self.graphs.get(key)
+        if before is not None:
+            graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
+        self.graphs[key] = graph
+        self.compiles += 1
+
+    def settled(self) -> bool:
+        """All graphs were looked at as often as a line at the end needs; True once."""
+        if self._said or any(graph.gauge.looks < _SETTLED for graph in self.graphs.values()):
+            return False
+        self._said = True
+        return True
 
     def _to_file(self, step: int, found: Qualities, stored: Mapping[str, Stored]) -> None:
         if self.path is None:
@@ -254,7 +301,8 @@ class Monitor:
                 self.writer.add_scalar(f"hot/{side} SNR/{name}", quality.snr, step)
 
 
-def _layer_of(parameter: str) -> str:
+def layer_of(parameter: str) -> str:
+    """The layer whose weight it is, if it is one."""
     return parameter.removesuffix(".weight")
 
 
@@ -264,137 +312,7 @@ def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
         return True
     if config.memory is Memory.OFF:
         return False
-    return "memory" in change or (config.memory_bits or 0) < change.get("memory_bits", 0)
-
-
-class Gauge(Observer):
-    """Measures each layer's own strategy, and reads nothing back before asked.
-
-    With ``wants_stored``: what storing each tensor does, too.
-
-    ``rotate``: every so many layers take turns, from one :meth:`read` to the next.
-    """
-
-    def __init__(self, rotate: int) -> None:
-        self.wants_stored = False
-        self._rotate = rotate
-        self._turn = 0
-        self._places: dict[str, int] = {}
-        self._layers: set[str] = set()
-        self._pending: list[tuple[str, str, Tensor]] = []
-        self._told: list[tuple[Fed, dict[str, Tensor]]] = []
-
-    def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
-        """Measure one layer, unless it is exact anyway."""
-        d = layer.decision
-        self._layers.add(layer.name)
-        if d is None or d.strategy in _UNTOUCHED:
-            return
-        place = self._places.setdefault(layer.name, len(self._places))
-        period = min(self._rotate, len(self._places))
-        if place % period != self._turn % period:
-            return
-        with torch.no_grad():
-            if layer.convolves:
-                self._convolution(layer, d, g, weight, x)
-                return
-            if weight is not None:
-                got = quantised_grad_input(g, weight, d.gx_bits, d.per_channel, d.per_token)
-                self._keep(layer.name, "g_x", compare_product(got, g, weight))
-                del got
-            if x is not None and d.strategy is not Strategy.GX_ONLY:
-                got = quantised_grad_weight(g, x, d.strategy, d.rank, d.tokens, d.per_channel)
-                self._keep(layer.name, "g_w", compare(got, exact_grad_weight(g, x)))
-
-    def _convolution(
-        self, layer: Layer, d: Decision, g: Tensor, weight: Tensor | None, x: Tensor | None
-    ) -> None:
-        assert layer.site is not None
-        assert weight is not None
-        assert x is not None
-        got = quantised_conv_gradients(layer.site, d, g, weight, x)
-        want = exact_conv_gradients(layer.site, g, weight, x)
-        for side, mine, theirs in zip(("g_x", "g_w"), got, want, strict=True):
-            if mine is not None and theirs is not None:
-                self._keep(layer.name, side, compare(mine, theirs))
-
-    def _keep(self, name: str, side: str, figures: tuple[Tensor, Tensor]) -> None:
-        self._pending.append((name, side, torch.stack(figures)))
-
-    def gradient(self, name: str, figures: Tensor) -> None:
-        """Keep one parameter's whole error, under its layer if it is a layer's weight."""
-        layer = _layer_of(name)
-        weight = layer != name and layer in self._layers
-        self._pending.append((layer, WHOLE, figures) if weight else (name, "grad", figures))
-
-    def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
-        """Measure what storing one tensor does, unless memory is too short for that."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            self._told.append((fed, fed.errors(operands)))
-
-    def read_stored(self) -> dict[str, Stored]:
-        """What crossed in the backwards since the last call, as far as that was measured."""
-        told, self._told = self._told, []
-        return {fed.name: Stored(fed.scheme, fed.measures(errors)) for fed, errors in told}
-
-    @property
-    def complete(self) -> bool:
-        """Every layer's strategy had its turn."""
-        return self._turn >= min(self._rotate, len(self._places))
-
-    def read(self) -> dict[str, dict[str, Quality]]:
-        """What the backwards since the last call showed; what is not finite is left out."""
-        pending, self._pending = self._pending, []
-        self._turn += bool(pending)
-        found: dict[str, dict[str, Quality]] = {}
-        for name, side, figures in pending:
-            error, cosine = figures.tolist()
-            if math.isfinite(error) and math.isfinite(cosine):
-                found.setdefault(name, {})[side] = Quality(error, cosine)
-        return found
-
-
-class Watched:
-    """A compiled graph of which every N-th forward and backward is watched."""
-
-    def __init__(
-        self,
-        usual: Callable[..., Any],
-        observed: Callable[..., Any],
-        gauge: Gauge,
-        monitor: Monitor,
-        code: CodeType | None,
-        config: HotConfig | None = None,
-    ) -> None:
-        """``config``: how ``usual`` was compiled."""
-        self._usual = usual
-        self._observed = observed
-        self._gauge = gauge
-        self._monitor = monitor
-        self._code = code
-        self._config = config
-        self._calls = 0
-        self._again = False
-
-    def __call__(self, *args: Any) -> Any:
-        """One forward; what the last watched backward showed is read here."""
-        found = self._gauge.read()
-        if found:
-            self._judge(found)
-        self._calls += 1
-        watched = self._again or self._calls % self._monitor.every == 0
-        self._again = False
-        return (self._observed if watched else self._usual)(*args)
-
-    def _judge(self, found: Qualities) -> None:
-        """Report; where storage may be to blame, look at that before anything is changed."""
-        gauge, monitor = self._gauge, self._monitor
-        config, stored = self._config if gauge.complete else None, gauge.read_stored()
-        unsure = config is not None and not gauge.wants_stored and monitor.doubts(found, config)
-        changed = monitor.tell(self._calls, found, None if unsure else config, stored)
-        if changed:
-            forget(self._code)
-        gauge.wants_stored = self._again = unsure and not changed
+    return "memory" in change or (config.memory_bits or 0) < change["memory_bits"]
 
 
 def monitor_of(options: Mapping[str, Any]) -> Monitor | None:

@@ -73,10 +73,13 @@ class Observer:
     def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
         """Look at a tensor that crosses, the first of ``operands``; none may be kept or changed."""
 
-    def gradient(self, name: str, figures: Tensor) -> None:
-        """Take (error, cosine) of a parameter's gradient as the step has it, against exact.
+    def planned(self, decisions: Sequence[Decision]) -> None:
+        """Take what an observed graph's plan says of every layer, before anything is shown."""
 
-        ``figures``: [2], on the device; not finite where nothing can be said.
+    def gradient(self, name: str, got: Tensor, want: Tensor) -> None:
+        """Take sketches of a parameter's gradient, as the step has it and as it is exactly.
+
+        Both fp32, on the device; ``got`` is not finite where nothing can be said.
         """
 
     def failed(self, what: str, error: object) -> None:
@@ -97,6 +100,10 @@ class Observation:
         self._sketches: dict[str, Tensor] = {}
         self.number = next(_NUMBERS)
         _LIVE[self.number] = self
+
+    def planned(self, decisions: Sequence[Decision]) -> None:
+        """Tell the observer what the plan says."""
+        self._observer.planned(decisions)
 
     def add(self, layer: Layer, weight_is_io: bool) -> int:
         """The layer's place, by which :meth:`show` knows it."""
@@ -201,6 +208,7 @@ def observe(
 ) -> None:
     """Show the operands of every understood Site's backward to ``observation``, in place."""
     decisions = {decision.site: decision for decision in plan}
+    observation.planned(tuple(decisions.values()))
     for site in sites:
         if site.nodes is None:
             continue

@@ -8,7 +8,8 @@ from torch import fx
 
 from hot_compile.config import HotConfig
 from hot_compile.observing.collector import Collector
-from hot_compile.observing.monitor import Monitor, Quality
+from hot_compile.observing.gauge import Gauge
+from hot_compile.observing.monitor import Monitor
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward.product import Form, Price, int8_product
@@ -239,14 +240,18 @@ def test_calibration_measures_outputs_and_files_keep_them():
     assert Profile.from_json({**data, "version": 2}).layers["fc1"].forward == {}
 
 
-def test_a_monitor_tries_an_exact_forward_first():
-    config = HotConfig.from_options({"forward": "int8"})
-    monitor = Monitor(budget=0.1)
-    found = {"fc1": {"weight.grad": Quality(0.5, 0.9)}}
-    rungs = []
-    for n in range(4):
-        assert monitor.tell(n, found, config)
+def test_a_monitor_gives_the_graph_an_exact_forward_with_its_first_rung():
+    monitor, rungs = Monitor(budget=0.1), []
+    for n in range(3):
+        config = monitor.applied(HotConfig.from_options({"forward": "int8"}), ["fc1.weight"])
+        gauge = Gauge(config=config)
+        gauge.layers.add("fc1")
+        gauge.gradient("fc1.weight", torch.tensor([1.5]), torch.tensor([1.0]))
+        found = gauge.read()
+        assert found["fc1"]["weight.grad"].error == 0.5
+        assert "fc1.weight" in monitor.faults(found, gauge)
+        monitor.repair(n, found, {}, gauge)
         config = monitor.applied(HotConfig.from_options({"forward": "int8"}), ["fc1.weight"])
         rungs.append((config.forward, config.memory_bits, str(config.memory)))
-    assert rungs[:3] == [("exact", None, "auto"), ("exact", 8, "auto"), ("exact", None, "off")]
+    assert rungs[:2] == [("exact", 8, "auto"), ("exact", None, "off")]
     assert "*" in monitor.demoted

@@ -1,0 +1,183 @@
+"""What the looks at a training run found, in an object that prints as one paragraph."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._dynamo import OptimizedModule
+from torch._dynamo.eval_frame import innermost_backend
+
+from hot_compile.config import Strategy
+from hot_compile.observing.evidence import Spread
+from hot_compile.observing.monitor import Look, Monitor
+from hot_compile.sizes import memory_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """How steps ran, measured."""
+
+    seconds: float
+    """Of a step, the median."""
+    slowest_quarter: float
+    """Seconds that a quarter of the steps took longer than."""
+    steps: int
+    """Measured."""
+    peak: int
+    """Bytes: on a GPU the allocator's peak, of what is the script's; on a CPU how far tensors'
+    memory rises in a step, by replaying every allocation and release."""
+
+    def __str__(self) -> str:
+        return f"peak {memory_text(self.peak)}, step {self.seconds * 1e3:.3g} ms"
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """What was found of a monitored run. Nothing in it is predicted."""
+
+    layers: int
+    """Layers with a backward product that were looked at."""
+    on_integers: int
+    """Of these, how many have it on integers."""
+    errors: Spread | None
+    """Of the parameters' gradients at the last look, relative to exact; None before it."""
+    noise: Spread | None
+    """One deviation of the exact gradients from look to look, relative; None before the second."""
+    bias: Spread | None
+    """What the errors of all looks have in common, relative; None before the fourth."""
+    off: Mapping[str, str]
+    """Parameters that are over the budget now, and by how much; empty without a budget."""
+    looks: tuple[Look, ...]
+    """All of them, first to last."""
+    compiles: int
+    """Graphs compiled, each time counted."""
+    repaired: Mapping[str, str]
+    """Layers and tensors that were made more exact, how, and why."""
+    unseen: Mapping[str, str]
+    """What could not be looked at, and why."""
+    hot: Ran | None = None
+    """How steps ran, if that was measured."""
+    stock: Ran | None = None
+    """How they ran by stock Inductor, if that was measured."""
+
+    def json(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return dataclasses.asdict(self)
+
+    def save_json(self, path: str | Path) -> None:
+        """Write :meth:`json` to ``path``."""
+        Path(path).write_text(json.dumps(self.json(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        parts = [f"{self.on_integers} of {self.layers} layers on integers"]
+        parts += [f"{self.hot}" + (f" (stock: {self.stock})" if self.stock else "")] * bool(
+            self.hot
+        )
+        parts += _of_gradients(self)
+        count = f"{len(self.looks)} looks, {self.compiles} compiles"
+        raised = [f"{len(self.repaired)} layers or tensors made more exact"] * bool(self.repaired)
+        unseen = [f"{name} ({why})" for name, why in self.unseen.items()]
+        more = [f"Not looked at: {'; '.join(unseen)}."] * bool(unseen)
+        off = [f"{name}: {why}" for name, why in self.off.items()]
+        more += [f"OVER BUDGET: {'; '.join(off[:3])}{' and more' * (len(off) > 3)}."] * bool(off)
+        return " ".join([", ".join([*parts, count, *raised]) + ".", *more])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(str(self))}</p>"
+
+
+def _of_gradients(c: Certificate) -> list[str]:
+    if c.errors is None:
+        return ["no gradient compared yet"]
+    e = c.errors
+    bias = (
+        "" if c.bias is None else f", worst common to all looks {c.bias.worst:.2%} ({c.bias.name})"
+    )
+    noise = "" if c.noise is None else f" (noise of the batch: {c.noise.median:.0%})"
+    first = c.looks[0].errors
+    before = f"; at the first look worst {first.worst:.2%} ({first.name})" * (len(c.looks) > 1)
+    return [
+        f"gradients within {e.median:.2%} of exact by median{noise}",
+        f"worst {e.worst:.2%} ({e.name}{before}){bias}",
+    ]
+
+
+def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
+    """What the looks at ``step`` found so far.
+
+    Args:
+        step: what ``torch.compile(..., backend="hot", options={"monitor": hot_compile.Monitor()})``
+            returned, a module that was compiled in place so, or the monitor itself.
+
+    Raises:
+        TypeError: ``step`` is not compiled so, or has no monitor.
+    """
+    monitor = step if isinstance(step, Monitor) else _monitor_behind(step)
+    if monitor is None:
+        raise TypeError(
+            f"got a {type(step).__name__} without a monitor; expected what torch.compile(..., "
+            'backend="hot", options={"monitor": hot_compile.Monitor()}) returned. Compile it with '
+            "one, or pass the monitor itself."
+        )
+    for graph in list(monitor.graphs.values()):
+        graph.conclude()
+    gauges = [graph.gauge for graph in monitor.graphs.values()]
+    decisions = [d for gauge in gauges for d in gauge.decisions]
+    traces = {name: t for gauge in gauges for name, t in gauge.judged.items()}
+    noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
+    bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
+    faults = (
+        {} if monitor.budget is None else {n: t.fault(monitor.budget) for n, t in traces.items()}
+    )
+    return Certificate(
+        layers=len(decisions),
+        on_integers=sum(d.strategy is not Strategy.EXACT for d in decisions),
+        errors=Spread.of({name: t.error for name, t in traces.items()}),
+        noise=Spread.of(noise),
+        bias=Spread.of(bias),
+        off={name: why for name, why in faults.items() if why},
+        looks=tuple(monitor.history),
+        compiles=monitor.compiles,
+        repaired={**monitor.demoted, **monitor.stored, **monitor.raised},
+        unseen=_unseen(monitor),
+    )
+
+
+def _unseen(monitor: Monitor) -> dict[str, str]:
+    """What of the monitor's graphs could not be looked at, and why."""
+    found = {}
+    for number, graph in enumerate(monitor.graphs.values()):
+        gauge = graph.gauge
+        if gauge.problem is not None:
+            found[f"graph {number}"] = gauge.problem
+        elif not gauge.looks:
+            found[f"graph {number}"] = "no watched step had a backward yet"
+        else:
+            why = "its gradient is not finite, zero, or not this graph's"
+            missing = [
+                n for n in gauge.trained if n not in gauge.traces or not gauge.traces[n].looks
+            ]
+            found.update(dict.fromkeys(missing, why))
+    return found
+
+
+def _monitor_behind(step: Any) -> Monitor | None:
+    """The monitor among the options that a callable was compiled with."""
+    in_place = getattr(step, "_compiled_call_impl", None)
+    called = step.forward if isinstance(step, OptimizedModule) else in_place or step
+    context = inspect.getclosurevars(called).nonlocals if inspect.isfunction(called) else {}
+    if "callback" not in context:
+        return None
+    backend = innermost_backend(context["callback"])
+    for given in (backend, getattr(backend, "compiler_fn", None)):
+        keywords = getattr(given, "kwargs", None) or getattr(given, "keywords", {})
+        monitor = (keywords.get("options") or {}).get("monitor")
+        if isinstance(monitor, Monitor):
+            return monitor
+    return None

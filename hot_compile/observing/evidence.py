@@ -1,0 +1,111 @@
+"""What looks showed of parameters' gradients: errors, what these share, the batch's own noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from hot_compile.passes.measure.linear import compare
+
+_OF_NOISE = 0.3
+"""Share of the batch's noise that an error may be: it then adds 9 % to a gradient's variance."""
+_LOOKS = 4
+"""Fewest looks whose errors' mean is judged."""
+_QUIET = 1e-3
+"""A gradient is not judged if it is smaller than this share of its graph's largest, and no layer's
+weight: a bias in front of a norm has nothing but rounding."""
+
+
+class Trace:
+    """One parameter's gradient over the looks at one compiled graph.
+
+    Kept are sketches (``sketch.py``), in host memory: of the last exact gradient, and of the sum of
+    all errors.
+    """
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.error = 0.0
+        """Norm of the last look's error over that of the exact gradient."""
+        self.cosine = 1.0
+        """Of the last look's gradient with the exact one."""
+        self.norm = 0.0
+        """Of the last exact gradient."""
+        self.noise: float | None = None
+        """One deviation of the exact gradient from batch to batch, over its norm. The last two
+        looks' gradients differ by sqrt(2) of it and by what the parameters moved in between: so it
+        is an upper bound, tight where looks are close. None before the second look."""
+        self._exact: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._squares = 0.0
+        self._norms = 0.0
+
+    def add(self, got: Tensor, want: Tensor) -> bool:
+        """Sketches of a step's gradient and of the exact one; False if they are not finite."""
+        error, cosine = (float(figure) for figure in compare(got, want))
+        if not torch.isfinite(torch.tensor([error, cosine])).all():
+            return False
+        norm = float(want.norm())
+        if self._exact is not None and norm:
+            self.noise = float((want - self._exact).norm()) / 2**0.5 / norm
+        lost = got - want
+        self.error, self.cosine, self.norm, self._exact = error, cosine, norm, want
+        self._sum = lost if self._sum is None else self._sum + lost
+        self._squares += float(lost.square().sum())
+        self._norms += norm**2
+        self.looks += 1
+        return True
+
+    @property
+    def bias(self) -> float | None:
+        """What all looks' errors have in common, over the gradient's norm; None of few looks.
+
+        Of errors that are independent the mean's square is, on average, that of one over their
+        number; what is above that is common to them.
+        """
+        if self.looks < _LOOKS or self._sum is None or not self._norms:
+            return None
+        pairs = float(self._sum.square().sum()) - self._squares
+        return (max(0.0, pairs) / (self.looks - 1) / self._norms) ** 0.5
+
+    def limit(self, budget: float) -> float:
+        """Up to which its error is fine: the budget, or a share of the batch's noise."""
+        return max(budget, _OF_NOISE * (self.noise or 0.0))
+
+    def fault(self, budget: float) -> str:
+        """What is wrong with it; nothing if it is fine. Noise excuses chance, but no bias."""
+        if self.error > self.limit(budget):
+            noise = "" if self.noise is None else f", the batch's noise {self.noise:.2g}"
+            return f"error {self.error:.3g} over budget {budget:g}{noise}"
+        if self.bias is not None and self.bias > budget:
+            return f"its errors have {self.bias:.3g} in common, over budget {budget:g}"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A figure of every parameter, in short."""
+
+    median: float
+    worst: float
+    name: str
+    """Whose the worst is."""
+
+    @classmethod
+    def of(cls, figures: Mapping[str, float]) -> Spread | None:
+        """None of nothing."""
+        if not figures:
+            return None
+        name = max(figures, key=lambda each: figures[each])
+        return cls(statistics.median(figures.values()), figures[name], name)
+
+
+def judged(traces: Mapping[str, Trace], weights: Iterable[str]) -> dict[str, Trace]:
+    """Of the parameters by name: ``weights``, and all whose gradients are more than rounding."""
+    least = _QUIET * max((trace.norm for trace in traces.values()), default=0.0)
+    weights = set(weights)
+    return {n: t for n, t in traces.items() if t.looks and (n in weights or t.norm > least)}

@@ -1,0 +1,226 @@
+"""What a monitor is shown of one compiled graph, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hot_compile.config import BASELINES, HotConfig, Strategy
+from hot_compile.observing.auto import forget
+from hot_compile.observing.certificate import certificate
+from hot_compile.observing.evidence import Spread, Trace, judged
+from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
+from hot_compile.observing.raising import Stored
+from hot_compile.passes.layers.plan import Decision
+from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
+from hot_compile.passes.measure.linear import (
+    compare,
+    compare_product,
+    exact_grad_weight,
+    quantised_grad_input,
+    quantised_grad_weight,
+)
+from hot_compile.passes.measure.observe import Layer, Observer
+from hot_compile.passes.measure.stored import Fed
+
+log = logging.getLogger("hot_compile")
+
+_UNTOUCHED = BASELINES | {Strategy.EXACT}
+_FORWARDS = 8
+"""Most forwards of a look before the first backward: a step may call a graph several times."""
+
+
+class Gauge(Observer):
+    """Measures gradients and each layer's own strategy, and reads nothing back before asked.
+
+    With ``wants_stored``: all layers at once, and what storing each tensor does, too.
+    """
+
+    def __init__(
+        self, rotate: int = 1, config: HotConfig | None = None, trained: Iterable[str] = ()
+    ) -> None:
+        """``rotate``: every so many layers take turns, from one :meth:`read` to the next.
+
+        ``config``: how the graph was compiled. ``trained``: its parameters that want gradients.
+        """
+        self.wants_stored = False
+        self.config = config or HotConfig()
+        self.trained = tuple(trained)
+        self.traces: dict[str, Trace] = {}
+        """By parameter: what the looks showed."""
+        self.decisions: tuple[Decision, ...] = ()
+        """What the plan says of every layer."""
+        self.looks = 0
+        self.attempts = 0
+        """Repairs of this graph, the last ones, that were not enough."""
+        self.repaired = False
+        """It is to be compiled again."""
+        self._rotate = rotate
+        self._turn = 0
+        self._places: dict[str, int] = {}
+        self.layers: set[str] = set()
+        """Names of the layers shown."""
+        self._pending: list[tuple[str, str, Tensor]] = []
+        self._sketches: dict[str, tuple[Tensor, Tensor]] = {}
+        self._told: list[tuple[Fed, dict[str, Tensor]]] = []
+
+    def planned(self, decisions: Sequence[Decision]) -> None:
+        """Keep what the plan says of every layer."""
+        self.decisions = tuple(decisions)
+
+    def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
+        """Measure one layer, unless it is exact anyway."""
+        d = layer.decision
+        self.layers.add(layer.name)
+        if d is None or d.strategy in _UNTOUCHED:
+            return
+        place = self._places.setdefault(layer.name, len(self._places))
+        period = 1 if self.wants_stored else min(self._rotate, len(self._places))
+        if place % period != self._turn % period:
+            return
+        with torch.no_grad():
+            if layer.convolves:
+                self._convolution(layer, d, g, weight, x)
+                return
+            if weight is not None:
+                got = quantised_grad_input(g, weight, d.gx_bits, d.per_channel, d.per_token)
+                self._keep(layer.name, "g_x", compare_product(got, g, weight))
+                del got
+            if x is not None and d.strategy is not Strategy.GX_ONLY:
+                got = quantised_grad_weight(g, x, d.strategy, d.rank, d.tokens, d.per_channel)
+                self._keep(layer.name, "g_w", compare(got, exact_grad_weight(g, x)))
+
+    def _convolution(
+        self, layer: Layer, d: Decision, g: Tensor, weight: Tensor | None, x: Tensor | None
+    ) -> None:
+        assert layer.site is not None
+        assert weight is not None
+        assert x is not None
+        got = quantised_conv_gradients(layer.site, d, g, weight, x)
+        want = exact_conv_gradients(layer.site, g, weight, x)
+        for side, mine, theirs in zip(("g_x", "g_w"), got, want, strict=True):
+            if mine is not None and theirs is not None:
+                self._keep(layer.name, side, compare(mine, theirs))
+
+    def _keep(self, name: str, side: str, figures: tuple[Tensor, Tensor]) -> None:
+        self._pending.append((name, side, torch.stack(figures)))
+
+    def gradient(self, name: str, got: Tensor, want: Tensor) -> None:
+        """Keep one parameter's gradient, added to that of other forwards of the same step.
+
+        Sketches are linear; sums are what the optimizer gets, and may cancel where parts do not.
+        """
+        known = self._sketches.get(name)
+        self._sketches[name] = (known[0] + got, known[1] + want) if known else (got, want)
+
+    def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
+        """Measure what storing one tensor does, unless memory is too short for that."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._told.append((fed, fed.errors(operands)))
+
+    def read_stored(self) -> dict[str, Stored]:
+        """What crossed in the backwards since the last call, as far as that was measured."""
+        told, self._told = self._told, []
+        return {fed.name: Stored(fed.scheme, fed.measures(errors)) for fed, errors in told}
+
+    def read(self) -> Qualities | None:
+        """What the backwards since the last call showed; what is not finite is left out.
+
+        None if there were none. Waits for the device.
+        """
+        if not self._pending and not self._sketches:
+            return None
+        pending, self._pending = self._pending, []
+        sketches, self._sketches = self._sketches, {}
+        self._turn += 1
+        found: dict[str, dict[str, Quality]] = {}
+        for name, side, figures in pending:
+            error, cosine = figures.tolist()
+            if math.isfinite(error) and math.isfinite(cosine):
+                found.setdefault(name, {})[side] = Quality(error, cosine)
+        for name, (got, want) in sketches.items():
+            trace = self.traces.setdefault(name, Trace())
+            if trace.add(got.cpu(), want.cpu()):
+                whose, side = (layer_of(name), WHOLE) if self._is_weight(name) else (name, "grad")
+                found.setdefault(whose, {})[side] = Quality(trace.error, trace.cosine)
+        self.looks += bool(found)
+        return found
+
+    @property
+    def judged(self) -> dict[str, Trace]:
+        """Of the parameters that count, by name, as the last look has them."""
+        return judged(self.traces, filter(self._is_weight, self.traces))
+
+    @property
+    def errors(self) -> Spread | None:
+        """Of these parameters' gradients at the last look; None before it."""
+        return Spread.of({name: trace.error for name, trace in self.judged.items()})
+
+    def _is_weight(self, name: str) -> bool:
+        return layer_of(name) != name and layer_of(name) in self.layers
+
+
+class Watched:
+    """A compiled graph of which some forwards and backwards are watched, as its monitor says."""
+
+    def __init__(
+        self,
+        usual: Callable[..., Any],
+        observed: Callable[..., Any],
+        gauge: Gauge,
+        monitor: Monitor,
+        code: CodeType | None,
+    ) -> None:
+        """``observed`` computes the same as ``usual``, and shows it to ``gauge``."""
+        self._usual = usual
+        self._observed = observed
+        self.gauge = gauge
+        self._monitor = monitor
+        self._code = code
+        self._calls = 0
+        self._left = 0
+        """Forwards that are to be watched until there is a backward."""
+
+    def __call__(self, *args: Any) -> Any:
+        """One forward; what the last watched backward showed is read here."""
+        self.conclude()
+        self._calls += 1
+        if self._monitor.due(self._calls):
+            self._left = _FORWARDS
+        watched = self._left > 0 and not self.gauge.repaired
+        self._left -= watched
+        return (self._observed if watched else self._usual)(*args)
+
+    def conclude(self) -> None:
+        """Read and judge what the last watched backwards showed, if there were any."""
+        found = self.gauge.read()
+        if found is not None:
+            self._left = 0
+        if found:
+            self._judge(found)
+
+    def _judge(self, found: Qualities) -> None:
+        """Report; before anything is changed all is looked at that may be to blame."""
+        gauge, monitor, step = self.gauge, self._monitor, self._calls
+        stored, faults = gauge.read_stored(), monitor.faults(found, gauge)
+        monitor.report(step, found, stored)
+        errors = gauge.errors
+        if errors is not None:
+            monitor.history.append(Look(step, monitor.compiles, errors, len(faults)))
+        if not faults:
+            gauge.attempts, gauge.wants_stored = 0, False
+        elif gauge.wants_stored:
+            gauge.repaired, gauge.wants_stored = True, False
+            monitor.repair(step, found, stored, gauge)
+            forget(self._code)
+        else:
+            gauge.wants_stored, self._left = True, _FORWARDS
+        if not gauge.wants_stored and monitor.settled():
+            log.warning("hot: %s", certificate(monitor))
