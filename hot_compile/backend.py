@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,17 +16,19 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
+from .again import twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import OBJECTS, HotConfig, Memory, option_names, split_options
 from .errors import OptionError, PassDisabledError
 from .figures import graph_key, keeping
 from .frameworks import trace_past_warnings
+from .guarantee import Guaranteed, Way
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.doubting import Doubting
 from .observing.gauge import Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
-from .observing.watching import Twin, Watch, twin
+from .observing.watching import Twin, Watch
 from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
@@ -37,7 +40,7 @@ from .passes.measure.observe import Observation, Observer
 from .passes.measure.profile import Profile
 from .passes.pipeline import sources_hash
 from .passes.site import bytes_of
-from .record import Dump, Heard, Listener
+from .record import Dump, GraphReport, Heard, Held, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
@@ -98,17 +101,31 @@ def hot(
     patches = _inductor_patches(mode, theirs)
     if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
         patches |= _NEW_GRAPH
+    stock: Callable[..., Any] = functools.partial(
+        compile_fx, inner_compile=inner_compile, config_patches=patches
+    )
     if not trains(example_inputs):
-        return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-    listener = keeping(graph_key(gm, example_inputs, mode, options), listener)
-    own, logits = detach_logits(gm, config)
-    inputs = _graph_inputs(gm)
-    graph = _Graph(
-        own, example_inputs, inputs, inner_compile, patches, recorder, config,
-        prices or functools.partial(pricing, prices=config.prices), listener,
-        monitor.raised if monitor else {}, ledger,
-    )  # fmt: skip
-    return tied(_compiled(graph, config, monitor, observer), logits, gm)
+        return stock(gm, example_inputs)
+    prices = prices or functools.partial(pricing, prices=config.prices)
+    code = code_being_compiled()
+
+    def compile_graph(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], way: Way, done: list[GraphReport]
+    ) -> Callable[..., Any]:
+        own, logits = detach_logits(gm, way.config)
+        if way.stock:
+            return tied(stock(own, example_inputs), logits, gm)
+        key = graph_key(gm, example_inputs, mode, options)
+        graph = _Graph(
+            own, example_inputs, _graph_inputs(gm), inner_compile, patches, recorder, way.config,
+            prices, code, done, keeping(key, listener), monitor.raised if monitor else {}, ledger,
+        )  # fmt: skip
+        return tied(_compiled(graph, way.config, monitor, observer), logits, gm)
+
+    if config.strict:
+        return compile_graph(gm, example_inputs, Way("", config), [])
+    asked = {"mode": mode, "options": options}
+    return Guaranteed(gm, example_inputs, config, compile_graph, asked)
 
 
 def check_options(options: Mapping[str, Any] | None) -> None:
@@ -148,6 +165,10 @@ class _Graph:
     asked: HotConfig
     """The user's options; a monitor adds to them."""
     prices: Pricing
+    code: CodeType | None
+    """What Dynamo compiled it of."""
+    done: list[GraphReport]
+    """Is told of it as soon as what is done to it is known."""
     listener: Listener | None = None
     raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a monitor has tensors stored in more bits, by their names."""
@@ -168,6 +189,7 @@ class _Graph:
         recorder = Dump() if observation else self.recorder or Dump(dump)
         if self.listener and not observation:
             recorder = Heard(recorder, self.listener)
+        held = Held(recorder, self.done)
         if config.memory is not Memory.OFF and self.on_gpu and not observation:
             patches.setdefault(_REALIZED, RESTORED_OPERATIONS)
         budget = None if observation else self.budget
@@ -179,7 +201,7 @@ class _Graph:
             config=config,
             inputs=self.inputs,
             pricing=self.prices,
-            recorder=recorder,
+            recorder=held,
             identity=f"{key} {logits is not None and logits.error is not None}",
             profile=profile,
             observation=observation,
@@ -198,9 +220,10 @@ class _Graph:
         patches["custom_partitioner_fn"] = partitioner
         given = self.gm, self.example_inputs, self.inner_compile
         run: Any = compile_fx(*given, config_patches=patches)
+        held.tell()
         if logits is None or observation:
             return run
-        return Doubting(run, logits, code_being_compiled())
+        return Doubting(run, logits, self.code)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -219,7 +242,7 @@ class _Graph:
         key = repr([(x.dtype, x.device, list(map(str, x.shape)), x.requires_grad) for x in given])
         counted = next((d for d in self.devices if d.type == "cuda"), self.devices[0])
         ledger = self.ledger(counted, asked)
-        share = ledger.share(code_being_compiled(), (self.inputs, key))
+        share = ledger.share(self.code, (self.inputs, key))
         share.note = share.note or note_of(self._digest(counted, key))
         return Budget(ledger, share, sum(map(bytes_of, given)), 2 * sum(map(bytes_of, trained)))
 
@@ -304,11 +327,11 @@ def _final(
     """The graph for good, watched if asked; what was found wanting is done more exactly."""
     if monitor is None:
         return graph.finished(config, profile)
-    config, code = monitor.applied(config, graph.inputs.parameters), code_being_compiled()
+    config = monitor.applied(config, graph.inputs.parameters)
     gauge = Gauge(monitor.rotate, config, graph.trained)
     watch = graph.watched(config, profile, gauge, graph.finished)
-    watched = Watched(watch.usual, watch, gauge, monitor, code)
-    monitor.watches((code, graph.trained), watched)
+    watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
+    monitor.watches((graph.code, graph.trained), watched)
     return watched
 
 
@@ -324,7 +347,7 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
         return _final(graph, config, profile, monitor)
 
     watch = graph.watched(config, notes.profile, collector, finish)
-    return Observing(watch.usual, watch, collector, config, notes)
+    return Observing(watch.usual, watch, collector, config, notes, graph.code)
 
 
 def _runs_operators(graph: _Graph) -> bool:

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .again import compiled_node
 from .observing.auto import forget
-from .observing.watching import compiled_node
 from .passes.storage.within import Allowance, Met
 from .passes.unmet import LESS, tell
 from .runtime.native.build import cache_dir

@@ -185,6 +185,10 @@ class HotConfig:
     forward_budget: float | None = 0.05
     """With a profile: largest error of a layer's output, relative to how far that varies over the
     rows, that an INT8 forward may have; None: whatever was measured."""
+    gathered: bool = True
+    """Call a layer's operators that feed each other by one call of the host's (docs/adr/0020)."""
+    strict: bool = False
+    """Raise what goes wrong in our part, instead of going on without it (docs/guarantee.md)."""
     dump: str | None = None
     """Folder for graphs, plan and crossing tensors of every compiled graph (also: HOT_DUMP)."""
 
@@ -306,10 +310,8 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
     theirs: dict[str, Any] = {}
     for key, value in (options or {}).items():
         if not isinstance(key, str):
-            names = "names of options, which are strings"
-            raise OptionError(
-                f"got {key!r} as a key of options; expected {names}. Remove the key {key!r}."
-            )
+            expected = "expected names of options, which are strings"
+            raise OptionError(f"got {key!r} as a key of options; {expected}. Remove it.")
         mine = key.startswith("hot.") or key in option_names() or key in OBJECTS
         (ours if mine else theirs)[key] = value
     return ours, theirs
@@ -492,5 +494,7 @@ _PARSERS: dict[str, Any] = {
     "schedule": _schedule,
     "forward": _one_of("exact", "int8"),
     "forward_budget": _budget,
+    "gathered": _one_of(True, False),
+    "strict": _one_of(True, False),
     "dump": _path,
 }

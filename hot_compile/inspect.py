@@ -15,11 +15,11 @@ import torch
 from rich.table import Table
 from torch import fx
 
+from .again import twin
 from .backend import hot
 from .config import Strategy
 from .figures import most_frequent_reason
 from .graphs import union
-from .observing.watching import twin
 from .page import save_page
 from .passes.cost import tuned
 from .passes.head.plan import HeadDecision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -161,6 +162,34 @@ class Heard:
         """Leave it to the recorder, and keep it for the listener."""
         self._recorder.budgeted(met)
         self._met = met
+
+
+class Held:
+    """A recorder that tells of a graph when it is compiled at last, not of one that failed."""
+
+    def __init__(self, recorder: Recorder, done: list[GraphReport]) -> None:
+        """``done``: is told of each graph as soon as what is done to it is known."""
+        self._recorder = recorder
+        self._done = done
+        self._told: list[Callable[[], None]] = []
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """Leave it to the recorder: it changes later."""
+        self._recorder.graph(stage, graph)
+
+    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+        """Keep the outcome."""
+        self._done.append(GraphReport(plan or NO_PLAN, crossing))
+        self._told.append(functools.partial(self._recorder.finished, plan, crossing))
+
+    def budgeted(self, met: Met) -> None:
+        """Keep it."""
+        self._told.append(functools.partial(self._recorder.budgeted, met))
+
+    def tell(self) -> None:
+        """The graph is compiled."""
+        for call in self._told:
+            call()
 
 
 @contextlib.contextmanager

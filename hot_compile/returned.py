@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .again import twin
 from .config import HotConfig
-from .observing.watching import twin
 from .passes.site import hint
 
 _PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 
+from .again import twin
 from .backend import hot
-from .observing.watching import twin
 from .passes.context import Recorder
 from .record import GraphReport, Reports, run_uncompiled
 from .stand_in import laid_over

@@ -18,7 +18,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import Memory
-from hot_compile.errors import HotError, OptionWarning
 from hot_compile.passes.context import Context
 from hot_compile.passes.cost.step import StepTime
 from hot_compile.passes.layers.plan import Plan
@@ -34,7 +33,7 @@ from hot_compile.passes.pipeline import (
     Joint,
     Partitioned,
 )
-from hot_compile.passes.steps import Step, run, traced
+from hot_compile.passes.steps import run, traced
 from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.rise import Rise
@@ -90,39 +89,22 @@ class JointPass(_Uncopied, CustomGraphPass):
         self.step: StepTime | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite ``graph`` in place; on any failure to read it, leave it exact and warn."""
+        """Rewrite ``graph`` in place."""
         for step in self._before:
             step(graph)
         self.plan, self.intended, self.cancelled = None, None, NOTHING_CANCELLED
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
-        self._run(HEADS, joint)
+        graphs = {"joint": graph}
+        run("joint", HEADS, joint, graphs)
         self.step = joint.step
         observed = context.observation is not None
-        if self._run(OBSERVED if observed else JOINT, joint):
+        if run("joint", OBSERVED if observed else JOINT, joint, graphs):
             self.intended, self.cancelled = joint.plan, joint.cancelled
             if not observed:
                 self.plan = joint.plan
                 context.recorder.graph("joint.after", graph)
-
-    def _run(self, steps: tuple[Step[Joint], ...], joint: Joint) -> bool:
-        """Whether they all ran."""
-        graphs = {"joint": joint.graph}
-        reading = tuple(step for step in steps if not step.changes)
-        changing = steps[len(reading) :]
-        try:
-            if not run("joint", reading, joint, graphs):
-                return False
-        except (HotError, OptionWarning):  # the user's mistake, e.g. a profile of another model
-            raise
-        except Exception:
-            log.warning(
-                "hot: the joint graph could not be read; this graph stays exact", exc_info=True
-            )
-            return False
-        run("joint", changing, joint, graphs)
-        return True
 
     def uuid(self) -> Any:
         """As for every pass."""
@@ -146,25 +128,18 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
 
         self._observe(gm, joint_inputs, kwargs)
 
-        def again() -> Partitioned:
-            observed, allowance = self._context.observation is not None, self._context.allowance
-            cut = functools.partial(
-                self._partitioned, gm, joint_inputs, kwargs, self._joint.plan, observed
-            )
-            if observed or allowance is None or self._joint.plan is None:
-                return cut()
-            return self._fitted(allowance, cut, not recomputes_collectives(gm.graph))
-
-        cut, kept = self._stored(again)
+        observed, allowance = self._context.observation is not None, self._context.allowance
+        cut_graph = functools.partial(
+            self._partitioned, gm, joint_inputs, kwargs, self._joint.plan, observed
+        )
+        if not observed and allowance is not None and self._joint.plan is not None:
+            recompute = not recomputes_collectives(gm.graph)
+            cut = self._fitted(allowance, cut_graph, recompute)
+        else:
+            cut = cut_graph()
+        kept = self._stored(cut)
         self._record(cut)
-        try:
-            run("finished", FINISHED, cut, cut.named)
-        except Exception:
-            log.warning(
-                "hot: a layer's operators could not be made one call; they are called one by one",
-                exc_info=True,
-            )
-            cut, kept = self._stored(again)  # the graphs half changed
+        run("finished", FINISHED, cut, cut.named)
         cut.forward.recompile()
         cut.backward.recompile()
         if self._joint.plan is not None:
@@ -188,35 +163,24 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             counted = rise.held() if allowance.between else rise()
             return Cut(way, counted, saved_sizes(saved_pairs(*sizes)))
 
-        try:
-            found = fit(allowance.rise, tried, recompute and self._context.config.recompute)
-        except Exception:
-            log.warning("hot: a step's peak could not be predicted: no budget", exc_info=True)
-            return cut()
+        found = fit(allowance.rise, tried, recompute and self._context.config.recompute)
         return dataclasses.replace(halves[found.way], fit=found)
 
-    def _stored(self, again: Callable[[], Partitioned]) -> tuple[Partitioned, tuple[Crossing, ...]]:
-        """(both halves, the record of what crosses), all of it exact if storing it fails."""
-        cut = again()
-        try:
-            run("partitioned", PARTITIONED, cut, cut.named)
-            facts = cut.seconds, cut.verdicts, cut.fewest, cut.hosted
-            kept = crossing(cut.found, cut.stored, *facts)
-            if (met := cut.met) is not None:
-                assert self._context.allowance is not None
-                check_peak(met, self._context.allowance)
-                tell(unmet_peak(met, self._context.config))
-                self._context.allowance.tell(met)
-            elif cut.stores:
-                tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.fewest))
-            if cut.stores:
-                tell(idle_bits(cut.names.values(), self._context.asked or self._context.config))
-        except (HotError, OptionWarning):  # the user's mistake, or filter that makes errors of them
-            raise
-        except Exception:
-            log.warning("hot: what crosses could not be stored; it stays exact", exc_info=True)
-            return again(), ()  # the graphs half changed
-        return cut, kept
+    def _stored(self, cut: Partitioned) -> tuple[Crossing, ...]:
+        """Store what crosses; gives the record of it."""
+        run("partitioned", PARTITIONED, cut, cut.named)
+        facts = cut.seconds, cut.verdicts, cut.fewest, cut.hosted
+        kept = crossing(cut.found, cut.stored, *facts)
+        if (met := cut.met) is not None:
+            assert self._context.allowance is not None
+            check_peak(met, self._context.allowance)
+            tell(unmet_peak(met, self._context.config))
+            self._context.allowance.tell(met)
+        elif cut.stores:
+            tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.fewest))
+        if cut.stores:
+            tell(idle_bits(cut.names.values(), self._context.asked or self._context.config))
+        return kept
 
     def _record(self, cut: Partitioned) -> None:
         """Show the graphs while every operator of a layer is still a node of its own."""

@@ -419,7 +419,7 @@ def _casts(cut: Partitioned) -> int:
 
 
 def _gather(cut: Partitioned) -> int:
-    return sum(map(gather, cut.graphs))
+    return sum(map(gather, cut.graphs)) if cut.context.config.gathered else 0
 
 
 HEADS: tuple[Step[Joint], ...] = (Step("duration", _duration), Step("heads", _heads))

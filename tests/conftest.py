@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from quick import quick_compiling
+from quick import quick_compiling, strict_by_default
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,8 +42,8 @@ def pytest_sessionfinish():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _compiling_is_quick():
-    with quick_compiling():
+def _compiling_is_quick_and_strict():
+    with quick_compiling(), strict_by_default():
         yield
 
 

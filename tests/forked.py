@@ -3,7 +3,7 @@
 import multiprocessing
 
 import torch
-from quick import quick_compiling
+from quick import quick_compiling, strict_by_default
 
 PRELOADED = ["hot_compile.testing", "torch._inductor.compile_fx"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -16,5 +16,5 @@ def in_two_processes(function, *args):
 
 
 def _quickly(rank, function, *args):
-    with quick_compiling():
+    with quick_compiling(), strict_by_default():
         function(rank, *args)

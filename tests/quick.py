@@ -1,6 +1,7 @@
-"""What makes compiling quicker in a process of the tests, and changes nothing that it makes."""
+"""How a process of the tests compiles: strictly, and quicker, which changes nothing it makes."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -21,4 +22,15 @@ def quick_compiling() -> Iterator[None]:
         patch.setattr(torch._dynamo.config, "run_gc_after_compile", False, raising=False)
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         patch.setattr(FakeTensorMode, "cache_clear", lambda: None, raising=False)
+        yield
+
+
+@contextlib.contextmanager
+def strict_by_default() -> Iterator[None]:
+    """What goes wrong in our part is raised: nothing hides behind the guarantee."""
+    from hot_compile.config import RECIPES
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, recipe in RECIPES.items():
+            patch.setitem(RECIPES, name, dataclasses.replace(recipe, strict=True))
         yield

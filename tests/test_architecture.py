@@ -82,6 +82,7 @@ BELOW_BACKEND = {
     for name in (
         *("observing", "memory", "graphs", "record", "schedule", "returned", "frameworks"),
         *("budget", "figures", "unchanged", "stand_in"),
+        *("again", "guarantee", "reproduction"),
     )
 }
 TOP = 5

@@ -143,6 +143,8 @@ def test_hash_sees_every_field():
         "min_gain": 2.0,
         "forward": "int8",
         "forward_budget": 0.1,
+        "gathered": False,
+        "strict": True,
         "dump": "x",
         "prices": "table",
         "rates": (("integer", 1.0),),

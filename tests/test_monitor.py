@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import hot_compile
-from hot_compile import backend
 from hot_compile.backend import hot
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
@@ -17,7 +16,6 @@ from hot_compile.memory import peak_bytes
 from hot_compile.observing import watching
 from hot_compile.observing.gauge import Gauge, Watched
 from hot_compile.observing.monitor import Monitor, Quality
-from hot_compile.observing.watching import twin
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False}
@@ -306,8 +304,7 @@ def test_shapes_that_change_are_watched_without_a_compilation_each():
 @pytest.mark.parametrize("when", ["compiling", "running"])
 def test_a_twin_that_fails_costs_a_warning_and_no_step(caplog, monkeypatch, when):
     if when == "compiling":
-        monkeypatch.setattr(watching, "twin", lambda gm: 1 / 0)
-        monkeypatch.setattr(backend, "twin", twin)
+        monkeypatch.setattr(watching, "compiled_for", lambda *_: 1 / 0)
     else:
         monkeypatch.setattr(watching._Look, "rerun", lambda *_: 1 / 0)
     model, x = net(), torch.randn(64, 64)

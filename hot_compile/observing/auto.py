@@ -130,7 +130,9 @@ class Observing:
         collector: Collector,
         config: HotConfig,
         notes: Notes,
+        code: CodeType | None,
     ) -> None:
+        """``code``: what Dynamo compiled the graph of."""
         self._usual = usual
         self._observed = observed
         self._collector = collector
@@ -138,7 +140,7 @@ class Observing:
         self._notes = notes
         self._due = notes.due
         self._calls = 0
-        self._code = code_being_compiled()
+        self._code = code
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last backwards showed is read here, outside of any graph."""

@@ -12,31 +12,22 @@ this graph with one warning; the step gets its gradients all the same.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from hot_compile.again import SAME, Again, compiled_for, compiled_node, differentiable
 from hot_compile.memory import saved_by, storage_bytes
 from hot_compile.passes.measure.observe import Observation, Observer
 from hot_compile.passes.measure.sketch import sketch
 
 _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""
-_SAMPLE = 4096
-"""Values of each output by which a twin's forward is recognised as that of the watched step."""
-_SAME = 0.05
-"""Relative difference of these values up to which it is the same: more than what bf16 loses where
-kernels fuse otherwise, less than what other random draws make."""
-
 Compile = Callable[[fx.GraphModule, Sequence[Any], Observation], Callable[..., Any]]
 """(Dynamo's graph, example inputs, who is shown the layers) -> compiled function."""
 
@@ -79,16 +70,12 @@ class Twin:
         return self._codes.get(key)
 
     def _compiled(self, args: Sequence[Any]) -> _Code:
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-        observation, context = Observation(self._observer), TracingContext(mode)
-        with tracing(context), torch.random.fork_rng(devices=_cuda_devices(args)):
-            run = self._compile(twin(self._gm), fakes, observation)
-        metadata = context.fw_metadata
-        assert metadata is not None
-        infos = enumerate(metadata.input_info)
-        mutated = frozenset(i for i, info in infos if info.mutates_data or info.mutates_metadata)
-        return _Code(run, mutated, observation)
+        observation = Observation(self._observer)
+
+        def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            return self._compile(gm, fakes, observation)
+
+        return _Code(*compiled_for(self._gm, args, compile_graph), observation)
 
 
 class Watch:
@@ -143,13 +130,13 @@ class Watch:
         self._deviations.append(look.deviation)
         for name, want in look.exact.items():
             if name in usual:
-                got = torch.where(look.deviation < _SAME, sketch(usual[name]), torch.nan)
+                got = torch.where(look.deviation < SAME, sketch(usual[name]), torch.nan)
                 self._observer.gradient(name, got, want)
 
     def _check_deviations(self) -> None:
         pending, self._deviations = self._deviations, []
         worst = max((float(deviation) for deviation in pending), default=0.0)
-        if worst >= _SAME:
+        if worst >= SAME:
             error = RuntimeError(f"its outputs differ by {worst:.2g} from the watched step's")
             self._observer.failed("an exact twin computed something else", error)
 
@@ -160,13 +147,12 @@ class _Look:
     def __init__(self, code: _Code, args: Sequence[Any]) -> None:
         """Before the step's forward."""
         self._code = code
-        self._args = [_copied(a) if i in code.mutated else a for i, a in enumerate(args)]
+        self._step = Again(args, code.mutated)
         self._tangents: dict[int, Tensor | None] = {}
         self.deviation: Tensor | None = None
         """How far the twin's outputs are from the step's; None if the twin did not run."""
         self.exact: dict[str, Tensor] = {}
         """Sketches of the twin's gradients, by parameter."""
-        self._random = _Random(args)
 
     def attach(
         self,
@@ -176,16 +162,16 @@ class _Look:
         compare: Callable[[_Look, Mapping[str, Tensor]], None],
     ) -> None:
         """After the forward: both follow at the first backward, ``compare`` with its gradients."""
-        self._versions = _versions(self._args)
-        self._sample = _sampled(outputs)
-        node = compiled_node(outputs, self._args)
+        args = self._step.args
+        self._step.sample(outputs)
+        node = compiled_node(outputs, args)
         if node is None:
             return
-        storages = {_storage(a) for a in self._args if isinstance(a, Tensor)}
+        storages = {_storage(a) for a in args if isinstance(a, Tensor)}
         for place, output in enumerate(outputs):
-            if _differentiable(output) and _storage(output) not in storages:
+            if differentiable(output) and _storage(output) not in storages:
                 output.register_hook(functools.partial(self._tangents.__setitem__, place))
-        leaves = {id(a): place for place, a in enumerate(self._args) if _differentiable(a)}
+        leaves = {id(a): place for place, a in enumerate(args) if differentiable(a)}
         owners = [leaves.get(id(getattr(n, "variable", None))) for n, _ in node.next_functions]
         named = dict(enumerate(names))
         known = [None if place is None else named.get(place) for place in owners]
@@ -204,137 +190,36 @@ class _Look:
                 rerun(self)
             pairs = zip(known, gradients, strict=True)
             compare(self, {name: g for name, g in pairs if name is not None and g is not None})
-            self._args, self._tangents, self.exact = [], {}, {}
+            self._step.args, self._tangents, self.exact = [], {}, {}
 
         before, after = node.register_prehook(begins), node.register_hook(finished)
 
     def _stores_less(self, node: Node) -> bool:
         """What the step holds for its backward is less than the gradients that this makes."""
-        given = {_storage(a) for a in self._args if isinstance(a, Tensor)}
+        args = self._step.args
+        given = {_storage(a) for a in args if isinstance(a, Tensor)}
         saved = {_storage(t): t for t in saved_by(node)}
         held = [t for key, t in saved.items() if key not in given]
-        made = sum(a.nbytes for a in self._args if _differentiable(a))
+        made = sum(a.nbytes for a in args if differentiable(a))
         return storage_bytes(held) < made
-
-    @property
-    def stale(self) -> bool:
-        """An input was changed, or its memory given back, since the forward."""
-        tensors = [a for a in self._args if isinstance(a, Tensor)]
-        gone = any(t.untyped_storage().nbytes() == 0 and t.numel() for t in tensors)
-        return gone or _versions(self._args) != self._versions
 
     def rerun(self) -> None:
         """Find ``deviation`` and ``exact``, unless the inputs are not what they were."""
-        if self.stale:
+        step = self._step
+        if step.stale:
             return
-        inputs = [_fresh(a) if isinstance(a, Tensor) else a for a in self._args]
-        given = [a.clone() if i in self._code.mutated else a for i, a in enumerate(inputs)]
         self._code.observation.taken()
-        with self._random.again():
-            with torch.enable_grad():
-                outputs = self._code.run(*given)
-            deviation = _deviation(_sampled(outputs), self._sample)
+        with step.random.again():
+            inputs, outputs = step.run(self._code.run)
+            deviation = step.deviation(outputs)
             # of an output that nobody's loss depends on, hooks are told of no gradient
             tangents = {place: t for place, t in self._tangents.items() if t is not None}
             ends = [outputs[place] for place in tangents]
-            del outputs, given
-            leaves = [a for a in inputs if _differentiable(a)]
+            del outputs
+            leaves = [a for a in inputs if differentiable(a)]
             torch.autograd.grad(ends, leaves, list(tangents.values()), allow_unused=True)
         self.deviation, self.exact = deviation, self._code.observation.taken()
 
 
-class _Random:
-    """The random state of the CPU and of some tensors' devices, as it is now."""
-
-    def __init__(self, args: Sequence[Any]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {n: torch.cuda.get_rng_state(n) for n in _cuda_devices(args)}
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, what is drawn is what was drawn then; afterwards all is as if nothing was."""
-        with torch.random.fork_rng(devices=list(self._cuda)):
-            torch.set_rng_state(self._cpu)
-            for number, state in self._cuda.items():
-                torch.cuda.set_rng_state(state, number)
-            yield
-
-
-def twin(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph that can be compiled on its own: compiling edits graphs in place."""
-    graph, same = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(gm.graph, same))
-    for old, new in same.items():  # Dynamo marks nodes by attributes of its own, too
-        for name in vars(old).keys() - vars(new).keys():
-            setattr(new, name, getattr(old, name))
-    copy = fx.GraphModule(gm, graph, gm.__class__.__name__)
-    for name, value in vars(gm).items():
-        copy.__dict__.setdefault(name, value)
-    copy.meta = dict(gm.meta)
-    return copy
-
-
-def _cuda_devices(args: Sequence[Any]) -> list[int]:
-    devices = {a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"}
-    return sorted(device.index or 0 for device in devices)
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _copied(value: Any) -> Any:
-    """The value before a graph changes it."""
-    return _fresh(value.clone()) if isinstance(value, Tensor) else value
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf of a graph of its own."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _versions(values: Sequence[Any]) -> list[int]:
-    return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]
-
-
-def compiled_node(outputs: Sequence[Any], args: Sequence[Any]) -> Node | None:
-    """The autograd node of the compiled graph that made ``outputs`` of ``args``."""
-    for output in outputs:
-        node = output.grad_fn if _differentiable(output) else None
-        while node is not None and not node.name().startswith("CompiledFunction"):
-            sources = node.next_functions  # a view of one of the graph's results
-            node = sources[0][0] if sources else None
-        if node is not None and _reads(node, args):
-            return node
-    return None
-
-
-def _reads(node: Node, args: Sequence[Any]) -> bool:
-    """The node's inputs are among ``args``: it belongs to no graph before this one."""
-    given = [a for a in args if _differentiable(a)]
-    sources = [source for source, _ in node.next_functions if source is not None]
-    return any(
-        getattr(source, "variable", None) is a if a.is_leaf else source is a.grad_fn
-        for source in sources
-        for a in given
-    )
-
-
-def _sampled(outputs: Sequence[Any]) -> Tensor:
-    """Values of the outputs that have a gradient, as one fp32 vector."""
-    parts = []
-    for output in outputs:
-        if _differentiable(output):
-            count = min(_SAMPLE, output.numel())
-            where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64)
-            parts.append(torch.take(output.detach(), where.long().to(output.device)).float())
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _deviation(got: Tensor, want: Tensor) -> Tensor:
-    """Relative difference; 0 of nothing, not finite of what is not finite."""
-    return (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)

@@ -16,7 +16,7 @@ from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.emit import Emitter
 from hot_compile.passes.graph import aten, settle
 from hot_compile.passes.head.emission import RowWriter
-from hot_compile.passes.head.find import Head, Refused, find_heads
+from hot_compile.passes.head.find import Head, find_heads
 from hot_compile.passes.head.linear import ScalarTangent, as_result
 from hot_compile.passes.head.operands import rank_of
 from hot_compile.passes.head.plan import BACKWARD, FORWARD, OFF, HeadDecision, plan_head
@@ -41,7 +41,7 @@ def chunk_heads(
         observed: all is to be exact, whatever strategies the options name.
     """
     decisions = []
-    for found in _heads(graph, config.head_min_bytes):
+    for found in find_heads(graph, config.head_min_bytes):
         decision = plan_head(found, config, pricing)
         if observed:
             decision = dataclasses.replace(decision, by=EXACT)
@@ -66,14 +66,6 @@ def _replace(graph: fx.Graph, head: Head, decision: HeadDecision) -> bool:
     graph.eliminate_dead_code()
     graph.lint()
     return True
-
-
-def _heads(graph: fx.Graph, least: int) -> list[Head | Refused]:
-    try:
-        return find_heads(graph, least)
-    except Exception:
-        log.warning("hot: no head could be read; they stay as they are", exc_info=True)
-        return []
 
 
 class _Rewrite:

@@ -1,0 +1,192 @@
+"""A step of a compiled graph that is done once more, by other code, on the same inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+SAME = 0.05
+"""Relative difference of an output's values up to which it is the same: more than what bf16 loses
+where kernels fuse otherwise, less than what other random draws make."""
+_SAMPLE = 4096
+"""Values of each output by which a forward is recognised as that of the same step."""
+
+
+class Again:
+    """What it takes to do a step once more: inputs, those that it changes as they were, and the
+    random state.
+    """
+
+    def __init__(self, args: Sequence[Any], mutated: Set[int]) -> None:
+        """Before the step's forward. ``mutated``: places of the inputs that it changes."""
+        self._given = args
+        self._mutated = mutated
+        self.args = [_copied(a) if i in mutated else a for i, a in enumerate(args)]
+        self.random = RandomState(args)
+        kinds = sorted({"cpu", *(a.device.type for a in args if isinstance(a, Tensor))})
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        ]
+        self._versions = _versions(self.args)
+
+    def sample(self, outputs: Sequence[Any]) -> None:
+        """After the forward: know its outputs again."""
+        self._sample = _sampled(outputs)
+
+    @property
+    def stale(self) -> bool:
+        """An input was changed, or its memory given back, since the beginning."""
+        tensors = [a for a in self.args if isinstance(a, Tensor)]
+        gone = any(t.untyped_storage().nbytes() == 0 and t.numel() for t in tensors)
+        return gone or _versions(self.args) != self._versions
+
+    def put_back(self) -> None:
+        """Give inputs that the forward changed, and the random state, as they were."""
+        for place in self._mutated:
+            tensor, before = self._given[place], self.args[place]
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(before)
+        self.random.restore()
+
+    def run(self, function: Callable[..., Any]) -> tuple[list[Any], Sequence[Any]]:
+        """(leaves in the inputs' places, what ``function`` makes of them), as autocast was."""
+        inputs = [fresh(a) if isinstance(a, Tensor) else a for a in self.args]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            given = [a.clone() if i in self._mutated else a for i, a in enumerate(inputs)]
+            return inputs, function(*given)
+
+    def deviation(self, outputs: Sequence[Any]) -> Tensor:
+        """Relative difference from the step's own; 0 of nothing, not finite of what is not."""
+        want, tiny = self._sample, torch.finfo(torch.float32).tiny
+        return (_sampled(outputs) - want).norm() / want.norm().clamp_min(tiny)
+
+
+class RandomState:
+    """The random state of the CPU and of some tensors' devices, as it is now."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {n: torch.cuda.get_rng_state(n) for n in cuda_devices(args)}
+
+    def restore(self) -> None:
+        """Draw again what was drawn since."""
+        torch.set_rng_state(self._cpu)
+        for number, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, number)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, what is drawn is what was drawn then; afterwards all is as if nothing was."""
+        with torch.random.fork_rng(devices=list(self._cuda)):
+            self.restore()
+            yield
+
+
+def compiled_for(
+    gm: fx.GraphModule,
+    args: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> tuple[Callable[..., Any], frozenset[int]]:
+    """(Dynamo's graph compiled for the shapes of ``args``, places of the inputs that it changes).
+
+    For when Dynamo compiles nothing: the graph gets a tracing context of its own. Raises whatever
+    compiling it raises.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+    context = TracingContext(mode)
+    with tracing(context), torch.random.fork_rng(devices=cuda_devices(args)):
+        return compile_graph(twin(gm), fakes), mutated_places(context)
+
+
+def mutated_places(context: TracingContext | None) -> frozenset[int]:
+    """Places of the inputs that the graph compiled last in ``context`` changes."""
+    metadata = context.fw_metadata if context else None
+    assert metadata is not None
+    infos = enumerate(metadata.input_info)
+    return frozenset(i for i, info in infos if info.mutates_data or info.mutates_metadata)
+
+
+def twin(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph that can be compiled on its own: compiling edits graphs in place."""
+    graph, same = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, same))
+    for old, new in same.items():  # Dynamo marks nodes by attributes of its own, too
+        for name in vars(old).keys() - vars(new).keys():
+            setattr(new, name, getattr(old, name))
+    copy = fx.GraphModule(gm, graph, gm.__class__.__name__)
+    for name, value in vars(gm).items():
+        copy.__dict__.setdefault(name, value)
+    copy.meta = dict(gm.meta)
+    return copy
+
+
+def compiled_node(outputs: Sequence[Any], args: Sequence[Any]) -> Node | None:
+    """The autograd node of the compiled graph that made ``outputs`` of ``args``."""
+    for output in outputs:
+        node = output.grad_fn if differentiable(output) else None
+        while node is not None and not node.name().startswith("CompiledFunction"):
+            sources = node.next_functions  # a view of one of the graph's results
+            node = sources[0][0] if sources else None
+        if node is not None and _reads(node, args):
+            return node
+    return None
+
+
+def _reads(node: Node, args: Sequence[Any]) -> bool:
+    """The node's inputs are among ``args``: it belongs to no graph before this one."""
+    given = [a for a in args if differentiable(a)]
+    sources = [source for source, _ in node.next_functions if source is not None]
+    return any(
+        getattr(source, "variable", None) is a if a.is_leaf else source is a.grad_fn
+        for source in sources
+        for a in given
+    )
+
+
+def cuda_devices(args: Sequence[Any]) -> list[int]:
+    """Numbers of the GPUs that some tensors are on."""
+    devices = {a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"}
+    return sorted(device.index or 0 for device in devices)
+
+
+def differentiable(value: Any) -> bool:
+    """A tensor with a gradient."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    """The same memory as a leaf of a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copied(value: Any) -> Any:
+    """The value before a graph changes it."""
+    return fresh(value.clone()) if isinstance(value, Tensor) else value
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]
+
+
+def _sampled(outputs: Sequence[Any]) -> Tensor:
+    """Values of the outputs that have a gradient, as one fp32 vector."""
+    parts = []
+    for output in outputs:
+        if differentiable(output):
+            count = min(_SAMPLE, output.numel())
+            where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64)
+            parts.append(torch.take(output.detach(), where.long().to(output.device)).float())
+    return torch.cat(parts) if parts else torch.empty(0)

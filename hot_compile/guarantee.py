@@ -1,0 +1,282 @@
+"""Never fails where stock Inductor does not: what goes wrong in our part costs that part only.
+
+A graph is compiled, and its first step run, in the first of several ways in which nothing fails: as
+the options say, then without one part of what we do, then as stock. What fails costs one warning,
+which names the cause and a folder with a reproduction. Code that fails when it is first run is
+compiled again for the sizes at hand, and the step is done with that: a forward from its inputs, a
+backward (which torch compiles when it is first wanted) by another forward and backward from the
+same inputs and random state, which are kept until the first backward is through. What happens later
+is passed on, and so is a lack of memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._guards import TracingContext
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .again import SAME, Again, compiled_for, compiled_node, mutated_places, twin
+from .config import HotConfig, Memory
+from .errors import HotError, OptionWarning
+from .passes.cost.tuned import in_job
+from .record import GraphReport
+from .reproduction import cause, write_reproduction
+
+log = logging.getLogger("hot_compile")
+
+_PASSED_ON = (HotError, OptionWarning, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
+"""The user's mistakes, what stock may run into as well, and Dynamo's own ways to begin anew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to compile a graph."""
+
+    without: str
+    """The part that is left out."""
+    config: HotConfig
+    stock: bool = False
+    """As stock Inductor; of ``config`` only what is done around the graph counts."""
+    used: Callable[[GraphReport], bool] = lambda report: True
+    """The part did something to the graph."""
+
+
+def _ways(config: HotConfig) -> Iterator[Way]:
+    """All there are, in the order in which they are tried; whatever is off already left out."""
+    parts: list[tuple[str, dict[str, Any], Callable[[GraphReport], bool]]] = [
+        (
+            "storage",
+            {"memory": Memory.OFF, "memory_budget": None},
+            lambda report: any(c.scheme != "exact" or c.host_bytes for c in report.crossing),
+        ),
+        ("heads in chunks", {"head": "off"}, lambda r: any(h.chunked for h in r.plan.heads)),
+        ("an INT8 forward", {"forward": "exact"}, lambda r: any(f.int8 for f in r.plan.forwards)),
+        ("gathered calls", {"gathered": False}, lambda report: bool(report.plan.rewritten)),
+    ]
+    yield Way("", config)
+    for name, fields, used in parts:
+        if any(getattr(config, field) != value for field, value in fields.items()):
+            yield Way(name, dataclasses.replace(config, **fields), used=used)
+    yield Way("everything", config, stock=True)
+
+
+Compile = Callable[[fx.GraphModule, Sequence[Any], Way, list[GraphReport]], Callable[..., Any]]
+"""(a graph of its own, example inputs, how, what was done to it so far) -> compiled function."""
+
+
+class Guaranteed:
+    """One of Dynamo's graphs, compiled in the first way in which nothing fails."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        config: HotConfig,
+        compile_graph: Compile,
+        asked: Mapping[str, Any],
+    ) -> None:
+        """``asked``: the user's ``mode`` and ``options``, for the reproduction.
+
+        Raises what stock does if that fails as well, and what is passed on.
+        """
+        self._gm = twin(gm)
+        self._examples = example_inputs
+        self._compile = compile_graph
+        self._asked = asked
+        self._ways = _ways(config)
+        self._way = next(self._ways)
+        self._reports: list[GraphReport] = []
+        self._failure: tuple[str, Exception] | None = None
+        """The first that was not told of yet, and where it was."""
+        self._talks = _talks(gm, example_inputs)
+        self.settled = False
+        """A backward is through."""
+        self._run = self._compiled(gm)
+        self._mutated = mutated_places(TracingContext.try_get())
+
+    def __call__(self, *args: Any) -> Any:
+        """One forward; the first is done again in another way if it fails."""
+        if self.settled:
+            return self._run(*args)
+        step = Again(args, self._mutated)
+        while True:
+            run = self._run
+            try:
+                outputs = run(*args)
+                break
+            except Exception as error:
+                if not self._replaced(run, "a first forward", error, step):
+                    raise
+                step.put_back()
+        self._tell()
+        step.sample(outputs)
+        node: Any = compiled_node(outputs, args)
+        if node is None:
+            self.settled = True
+        else:
+            node._forward_cls = _FirstBackward(node._forward_cls, self, step, run)
+        return outputs
+
+    def backward(
+        self,
+        node: Node,
+        step: Again,
+        run: Callable[..., Any],
+        gradients: tuple[Any, ...],
+        error: Exception,
+    ) -> Any:
+        """What the first backward should have given, in which ``run`` raised ``error``."""
+        while self._replaced(run, "a first backward", error, step):
+            run = self._run
+            try:
+                with step.random.again():
+                    inputs, outputs = step.run(run)
+                    other: Any = compiled_node(outputs, inputs)
+                    if not (_alike(node, other) and step.deviation(outputs) < SAME):
+                        raise RuntimeError("a forward that is done again computes something else")
+                    found = other.apply(*gradients)
+            except Exception as another:
+                error = another
+            else:
+                self._tell()
+                return found
+        raise error
+
+    def _compiled(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        while True:
+            way = self._way
+            if way.stock:  # and nothing of ours around it either
+                way = dataclasses.replace(way, config=dataclasses.replace(way.config, head="off"))
+            try:
+                run = self._compile(gm, self._examples, way, self._reports)
+            except Exception as error:
+                if not self._goes_on("compiling", error):
+                    raise
+                gm = twin(self._gm)
+            else:
+                self._tell()
+                return run
+
+    def _goes_on(self, where: str, error: Exception) -> bool:
+        """Whether there is another way; it is the next one then."""
+        if _passed_on(error):
+            return False
+        self._failure = self._failure or (where, error)
+        for way in self._ways:
+            if not self._reports or any(map(way.used, self._reports)):
+                self._way = way
+                return True
+        return False
+
+    def _replaced(self, run: Callable[..., Any], where: str, error: Exception, step: Again) -> bool:
+        """Whether the step can be done by other code than ``run``, which failed."""
+        if run is self._run:
+            if not self._goes_on(where, error):
+                return False
+            self._run = _BySizes(self._gm, self._compile, self._way, self._reports)
+        if self._talks or step.stale:
+            why = "other processes take part" if self._talks else "an input has changed since"
+            log.warning("hot: %s failed and cannot be done again: %s", where, why)
+            return False
+        return True
+
+    def _tell(self) -> None:
+        """The one warning, if something failed since the last."""
+        if self._failure is None:
+            return
+        where, error = self._failure
+        self._failure = None
+        way = "without " + self._way.without
+        if self._way.stock:
+            way = "as stock Inductor compiles it"
+        log.warning(
+            "hot: %s failed (%s); the graph goes on %s. %s. options={'strict': True} raises the "
+            "error instead.",
+            *(where, cause(error), way),
+            write_reproduction(self._gm, self._examples, self._asked, error),
+        )
+
+
+class _BySizes:
+    """A graph whose code failed, compiled in another way for the sizes at hand.
+
+    Dynamo is not compiling when it is called: it cannot guard what is found out of sizes then.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, compile_graph: Compile, way: Way, reports: list[GraphReport]
+    ) -> None:
+        def compile_once(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            return compile_graph(gm, fakes, way, reports)
+
+        self._gm = gm
+        self._compile = compile_once
+        self._codes: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """One forward."""
+        sizes = tuple(a for a in args if isinstance(a, int))
+        if sizes not in self._codes:
+            self._codes[sizes], _ = compiled_for(self._gm, args, self._compile)
+        return self._codes[sizes](*args)
+
+
+class _FirstBackward:
+    """In the place of an autograd node's function, whose backward is run for the first time."""
+
+    def __init__(
+        self, function: Any, owner: Guaranteed, step: Again, run: Callable[..., Any]
+    ) -> None:
+        self._function = function
+        self._owner = owner
+        self._kept: tuple[Again, Callable[..., Any]] | None = (step, run)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    def backward(self, node: Any, *gradients: Any) -> Any:
+        """The gradients of the node's inputs. ``gradients`` may be one list, which is emptied."""
+        kept, self._kept = self._kept, None
+        boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        given = () if kept is None else tuple(gradients[0]) if boxed else gradients
+        try:
+            found = self._function.backward(node, *gradients)
+        except Exception as error:
+            if kept is None:
+                raise
+            found = self._owner.backward(node, *kept, given, error)
+        self._owner.settled = True
+        return found
+
+
+def _passed_on(error: BaseException | None) -> bool:
+    """It is the user's mistake, or what stock may run into as well, or Dynamo begins anew."""
+    if error is None or isinstance(error, _PASSED_ON):
+        return error is not None
+    return _passed_on(getattr(error, "inner_exception", None) or error.__cause__)
+
+
+def _alike(node: Any, other: Any) -> bool:
+    """Two compiled graphs take the same gradients, and give those of the same inputs."""
+    if other is None or len(node.next_functions) != len(other.next_functions):
+        return False
+    mine, theirs = ([m.shape for m in n._input_metadata] for n in (node, other))
+    return mine == theirs
+
+
+def _talks(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Other processes may wait for what the graph sends, once only."""
+    if not in_job():
+        return False
+    graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
+    names = (f"{n.target} {getattr(n.target, '__module__', '')}" for g in graphs for n in g.nodes)
+    sends = any("c10d" in name or "torch.distributed" in name for name in names)
+    return sends or any(map(is_traceable_wrapper_subclass, example_inputs))
