@@ -108,13 +108,21 @@ def compiled_for(
     fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
     context = TracingContext(mode)
     with tracing(context), torch.random.fork_rng(devices=cuda_devices(args)):
-        return compile_graph(twin(gm), fakes), mutated_places(context)
+        return compile_graph(twin(gm), fakes), mutated_places(context, fakes)
 
 
-def mutated_places(context: TracingContext | None) -> frozenset[int]:
-    """Places of the inputs that the graph compiled last in ``context`` changes."""
+def mutated_places(context: TracingContext | None, inputs: Sequence[Any]) -> frozenset[int]:
+    """Places of ``inputs`` that the graph compiled last in ``context`` changes.
+
+    Code from AOTAutograd's cache leaves no word of it: then all that are no parameters and have no
+    gradient. What else it changes gets another version, by which :class:`Again` is stale.
+    """
     metadata = context.fw_metadata if context else None
-    assert metadata is not None
+    if metadata is None:
+        tensors = ((i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor))
+        return frozenset(
+            i for i, x in tensors if not (x.requires_grad or isinstance(x, torch.nn.Parameter))
+        )
     infos = enumerate(metadata.input_info)
     return frozenset(i for i, info in infos if info.mutates_data or info.mutates_metadata)
 

@@ -96,17 +96,16 @@ class Guaranteed:
         self._reports: list[GraphReport] = []
         self._failure: tuple[str, Exception] | None = None
         """The first that was not told of yet, and where it was."""
-        self._talks = _talks(gm, example_inputs)
-        self.settled = False
-        """A backward is through."""
+        self.settled = _once_only(gm, example_inputs)
+        """A backward is through, or none could be done again."""
         self._run = self._compiled(gm)
-        self._mutated = mutated_places(TracingContext.try_get())
+        self._mutated = mutated_places(TracingContext.try_get(), example_inputs)
 
     def __call__(self, *args: Any) -> Any:
         """One forward; the first is done again in another way if it fails."""
-        if self.settled:
+        step = None if self.settled else self._begun(args)
+        if step is None:
             return self._run(*args)
-        step = Again(args, self._mutated)
         while True:
             run = self._run
             try:
@@ -117,13 +116,21 @@ class Guaranteed:
                     raise
                 step.put_back()
         self._tell()
-        step.sample(outputs)
-        node: Any = compiled_node(outputs, args)
-        if node is None:
-            self.settled = True
-        else:
-            node._forward_cls = _FirstBackward(node._forward_cls, self, step, run)
+        try:
+            step.sample(outputs)
+            node: Any = compiled_node(outputs, args)
+            if node is not None:
+                node._forward_cls = _FirstBackward(node._forward_cls, self, step, run)
+        except Exception:
+            log.debug("hot: a first backward is not guarded", exc_info=True)
         return outputs
+
+    def _begun(self, args: Sequence[Any]) -> Again | None:
+        try:
+            return Again(args, self._mutated)
+        except Exception:
+            log.debug("hot: a first step is not guarded", exc_info=True)
+            return None
 
     def backward(
         self,
@@ -182,11 +189,9 @@ class Guaranteed:
             if not self._goes_on(where, error):
                 return False
             self._run = _BySizes(self._gm, self._compile, self._way, self._reports)
-        if self._talks or step.stale:
-            why = "other processes take part" if self._talks else "an input has changed since"
-            log.warning("hot: %s failed and cannot be done again: %s", where, why)
-            return False
-        return True
+        if step.stale:
+            log.warning("hot: %s failed and cannot be done again: an input has changed", where)
+        return not step.stale
 
     def _tell(self) -> None:
         """The one warning, if something failed since the last."""
@@ -272,11 +277,11 @@ def _alike(node: Any, other: Any) -> bool:
     return mine == theirs
 
 
-def _talks(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Other processes may wait for what the graph sends, once only."""
-    if not in_job():
-        return False
+def _once_only(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """A step cannot be done again: what it sends to other processes, they await once, and what
+    tensors of other classes hold is not known."""
+    if any(map(is_traceable_wrapper_subclass, example_inputs)):
+        return True
     graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
     names = (f"{n.target} {getattr(n.target, '__module__', '')}" for g in graphs for n in g.nodes)
-    sends = any("c10d" in name or "torch.distributed" in name for name in names)
-    return sends or any(map(is_traceable_wrapper_subclass, example_inputs))
+    return in_job() and any("c10d" in name or "torch.distributed" in name for name in names)
