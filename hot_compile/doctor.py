@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 _ALWAYS = {"min_gain": 0, "keep_head": False}
@@ -55,7 +56,8 @@ def _tried(device_type: str) -> str:
     backend = functools.partial(hot, recorder=reports, options=_ALWAYS)
     torch._dynamo.reset()
     try:
-        exact, found = _gradients(model, x), _gradients(torch.compile(model, backend=backend), x)
+        compiled = torch.compile(model, backend=backend)
+        exact, found = (_gradients(run, list(model.parameters()), x) for run in (model, compiled))
     finally:
         torch._dynamo.reset()
     count = sum(len(graph.plan.rewritten) for graph in reports.graphs)
@@ -66,7 +68,8 @@ def _tried(device_type: str) -> str:
     return "" if least > _LEAST else f"a gradient's cosine with eager's is {least:.3f}"
 
 
-def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    parameters = list(model.parameters())
-    loss = model(x).square().mean()
-    return [g.flatten() for g in torch.autograd.grad(loss, parameters)]
+def _gradients(
+    run: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Tensor
+) -> list[Tensor]:
+    found = torch.autograd.grad(run(x).square().mean(), parameters)
+    return [gradient.flatten() for gradient in found]

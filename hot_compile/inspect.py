@@ -50,8 +50,8 @@ class Explanation:
         heads = (head for graph in self.graphs for head in graph.plan.heads)
         forwards = (forward for graph in self.graphs for forward in graph.plan.forwards)
         rates = dict.fromkeys(text for graph in self.graphs for text in graph.plan.rates)
-        parts = decisions, forms, heads, forwards, rates
-        return Plan(recipe, *map(tuple, parts))
+        exact = tuple(forms), tuple(heads), tuple(forwards)
+        return Plan(recipe, tuple(decisions), *exact, tuple(rates))
 
     @property
     def digest(self) -> str:

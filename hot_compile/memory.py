@@ -114,7 +114,7 @@ def _cpu_peak(call: Callable[[], Any]) -> int:
     Unlike resident set size this does not depend on what malloc gives back to the system, so it is
     the same number in every run.
     """
-    prof = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    prof: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _silent():
         prof.start()
     try:

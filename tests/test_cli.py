@@ -62,7 +62,7 @@ def test_what_doctor_calls_ready_has_been_run(cpu_only, monkeypatch):
     ran, step = [], doctor._gradients
     monkeypatch.setattr(doctor, "_gradients", lambda *given: ran.append(given) or step(*given))
     text = invoke("doctor")
-    assert [type(model).__name__ for model, _ in ran] == ["Sequential", "OptimizedModule"]
+    assert [type(model).__name__ for model, *_ in ran] == ["Sequential", "OptimizedModule"]
     assert "Ready: cpu. There is no GPU that torch finds." in text
     assert "not ready" in text or "not needed" in text  # the GPU
 
