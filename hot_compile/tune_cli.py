@@ -13,6 +13,9 @@ def tune(
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="only show what was measured")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="forget what was measured")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="with --show: print JSON instead of a table")
+    ] = False,
 ) -> None:
     """Measure in seconds what this machine's devices sustain, for the planner; show and keep it.
 
@@ -23,6 +26,12 @@ def tune(
 
     if show and reset:
         raise typer.BadParameter("got both --show and --reset; expected one of them, or neither.")
+    if as_json and not show:
+        raise typer.BadParameter("got --json without --show; expected both: measure, then show.")
+    found = tune_output.devices(device)
+    if as_json:
+        tune_output.show_json(found)
+        return
     action = tune_output.show if show else tune_output.reset if reset else tune_output.measure
-    for one in tune_output.devices(device):
+    for one in found:
         action(one)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 import torch
 import typer
 from rich.console import Console
@@ -63,6 +66,20 @@ def show(device: torch.device) -> None:
     path = tuned.path_of(device)
     said = f"kept in {path}" if path.exists() else "never measured: the table's rates count"
     console.print(Text(said), soft_wrap=True)
+
+
+def show_json(found: Sequence[torch.device]) -> None:
+    """Print the same of all these devices, in operations, bytes and seconds."""
+    data = {}
+    for device in found:
+        entry, rates, path = table_entry(device), tuned.load(device), tuned.path_of(device)
+        data[str(device)] = {
+            "kind": tuned.kind_of(device),
+            "measured": None if rates is None else _named(rates),
+            "table": None if isinstance(entry, str) else _named(entry),
+            "kept_in": str(path) if path.exists() else None,
+        }
+    print(json.dumps(data, indent=1))
 
 
 def reset(device: torch.device) -> None:

@@ -127,3 +127,23 @@ def test_a_profile_as_json(profile):
     shown = json.loads(invoke("profile", "show", str(profile), "--json"))
     assert set(shown) == {"0", "2"}
     assert json.loads(invoke("profile", "diff", str(profile), str(profile), "--json")) == []
+
+
+def test_rates_and_plans_as_json(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = json.loads(invoke("tune", "--show", "--json", "--device", "cpu"))["cpu"]
+    assert told["measured"] is told["kept_in"] is None
+    assert told["table"]["products, INT8"] > 0
+    invoke("tune", "--json", code=2)
+    (tmp_path / "made.py").write_text(
+        "import torch\n"
+        "def make(batch):\n"
+        "    return torch.nn.Linear(64, 96), (torch.empty(batch, 64),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    text = CliRunner(env=NARROW).invoke(
+        app, ["plan", "--model", "made:make", "--batch", "64", "--device", "h200", "--json"]
+    )
+    plan = json.loads(text.stdout)
+    assert plan["bytes"]["hot"]["weights"] == (64 * 96 + 96) * 4
+    assert len(plan["graphs"]) == 1
