@@ -39,7 +39,7 @@ def main(
     work = build(model, Size(batch=batch, depth=depth or None))
     network = work.model.to(where)
     inputs = [t.to(where) for t in work.inputs]
-    options = {"monitor": hot_compile.Monitor(every=2), "min_gain": 0}
+    options = {"monitor": hot_compile.Monitor(every=2), "min_gain": 0, "strict": True}
     step = torch.compile(network, backend="hot", options=options)
     times: list[list[float]] = [[], []]
     with compiler_settings(dtype):

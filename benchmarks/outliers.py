@@ -58,7 +58,7 @@ def observe_trained(task: Task, seed: int) -> Gradients:
     seen = Gradients()
 
     def evaluate(model: nn.Module) -> float:
-        backend = functools.partial(hot, options={"recipe": "exact"}, observer=seen)
+        backend = functools.partial(hot, options={"recipe": "exact", "strict": True}, observer=seen)
         with torch.enable_grad():
             x, y = next(task.batches(torch.Generator().manual_seed(seed + 1)))
             logits = torch.compile(model.train(), backend=backend)(x.to(task.device))

@@ -64,7 +64,8 @@ def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
         _to_float8(model, name.removeprefix(FLOAT8))
         name = "exact"
     backend: Any = "inductor" if name == "exact" else "hot"
-    options = None if name == "exact" else {"recipe": name} | dict(map(_setting, settings))
+    ours = {"recipe": name, "strict": True} | dict(map(_setting, settings))
+    options = None if name == "exact" else ours
     if config.endswith(RECOMPUTE):
         backend = _recomputing(backend)
     return torch.compile(model, backend=backend, options=options)

@@ -26,12 +26,11 @@ from zoo_compare import warmed as warm_up
 from zoo_models import Built
 
 from hot_compile.backend import hot
-from hot_compile.config import option_names
 from hot_compile.memory import peak_bytes
 from hot_compile.record import Reports
 
 ROUNDS, STEPS = 4, 5
-OPTIONS = {"strict": True} if "strict" in option_names() else {}
+OPTIONS = {"strict": True}
 OF_MEMORY = "OutOfMemoryError"
 
 

@@ -148,7 +148,8 @@ class Guaranteed:
                     inputs, outputs = step.run(run)
                     other: Any = compiled_node(outputs, inputs)
                     if not (_alike(node, other) and step.deviation(outputs) < SAME):
-                        raise RuntimeError("a forward that is done again computes something else")
+                        text = "a forward that is done again computes something else"
+                        raise RuntimeError(text) from error
                     found = other.apply(*gradients)
             except Exception as another:
                 error = another

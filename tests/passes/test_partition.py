@@ -434,7 +434,7 @@ def test_a_failure_while_storing_leaves_everything_exact(monkeypatch, caplog, lo
         return unpack(*args)
 
     monkeypatch.setattr(partition, "unpack", breaks)
-    hot_step(loss, x, options={**ALL, "exclude": "*"}, lower=lower)
+    hot_step(loss, x, options={**ALL, "exclude": "*", "strict": False}, lower=lower)
     assert "on purpose" in caplog.text
     for n, p in blocks.named_parameters():
         torch.testing.assert_close(p.grad, exact[n], rtol=1e-3, atol=1e-5)
