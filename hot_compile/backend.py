@@ -98,7 +98,7 @@ def hot(
     ours, theirs = split_options(options)
     monitor = monitor_of(ours)
     config = HotConfig.from_options(ours)
-    patches = _inductor_patches(mode, theirs)
+    patches = inductor_patches(mode, theirs)
     if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
         patches |= _NEW_GRAPH
     stock: Callable[..., Any] = functools.partial(
@@ -133,7 +133,7 @@ def check_options(options: Mapping[str, Any] | None) -> None:
     ours, theirs = split_options(options)
     monitor_of(ours)
     HotConfig.from_options(ours)
-    _inductor_patches(None, theirs)
+    inductor_patches(None, theirs)
 
 
 def _compiled(
@@ -355,7 +355,7 @@ def _runs_operators(graph: _Graph) -> bool:
     return not any(isinstance(graph.prices(device), str) for device in graph.devices)
 
 
-def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's config patches for this mode and these options, validated by Inductor itself.
 
     But for unknown names: among its hundreds of options a misspelt one of ours would be lost.

@@ -101,6 +101,41 @@ def report(
     run(script, arguments, recipe, settings, module, output)
 
 
+@app.command(
+    context_settings=_AS_THE_SCRIPT,
+    rich_help_panel=LOOKING,
+    epilog="Example: hot-compile certify --steps 32 train.py --batch 64",
+)
+def certify(
+    script: Script,
+    arguments: Arguments = None,
+    steps: Annotated[int, typer.Option(min=1, help="of the optimizer, looked at and timed")] = 16,
+    budget: Annotated[float, typer.Option(help="relative error a gradient may have")] = 0.25,
+    file: Annotated[Path | None, typer.Option("--json", help="file for all figures")] = None,
+    recipe: Recipe = None,
+    settings: Settings = None,
+    module: Module = False,
+) -> None:
+    """Run some steps of a script by "hot" and by stock Inductor, and say whether hot is worth it.
+
+    Gradients are compared with exact ones; step time and peak are measured, nothing is predicted.
+    """
+    from . import certify as certifying  # with Inductor, as above
+    from . import launch
+
+    try:
+        options = launch.parse_settings(settings or (), recipe)
+        given = script, arguments or (), options, module, steps, budget
+        code, found = certifying.certify(*given)
+    except (OptionError, PassDisabledError, ScriptError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(certifying.table(found))
+    print(f"{found}\n\n{certifying.verdict(found)}")
+    if file is not None:
+        found.save_json(file)
+    raise typer.Exit(code)
+
+
 app.command(rich_help_panel=LOOKING, epilog=plan_cli.EXAMPLE)(plan_cli.plan)
 app.add_typer(profile_cli.app, name="profile", rich_help_panel=LOOKING)
 app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile tune --show")(tune_cli.tune)

@@ -16,7 +16,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from .backend import check_options, hot, trains
 from .errors import OptionError, ScriptError
 from .figures import Figures, graph_key
 from .page import save_page
-from .stock import Compared
+from .stock import Compared, inductor
 from .summary import Summary
 
 
@@ -108,18 +108,29 @@ def hot_by_default(
     Every other backend stays. ``options`` lie over those that torch.compile's caller gives.
     ``compared`` keeps all of every graph, which is then traced as stock, too, and compiled anew.
     """
-    stock, summary = torch.compile, Summary()
-    default = _Default(options, summary, compared)
+    summary = Summary()
+    with _compiled_by(_Default(options, summary, compared)):
+        yield summary
+
+
+def stock_by_default() -> contextlib.AbstractContextManager[None]:
+    """Inside, what :func:`hot_by_default` compiles by "hot" is compiled by stock Inductor."""
+    return _compiled_by(inductor)
+
+
+@contextlib.contextmanager
+def _compiled_by(default: Any) -> Iterator[None]:
+    stock = torch.compile
 
     @functools.wraps(stock)
-    def compile_hot(model: Any = None, *, backend: Any = None, **keywords: Any) -> Any:
+    def compile_so(model: Any = None, *, backend: Any = None, **keywords: Any) -> Any:
         wanted = _default_backend() if backend is None else backend
         ours = wanted in ("inductor", "hot", torch._dynamo.lookup_backend("hot"))
         return stock(model, backend=default if ours else wanted, **keywords)
 
-    torch.compile = compile_hot  # type: ignore[assignment]
+    torch.compile = compile_so  # type: ignore[assignment]
     try:
-        yield summary
+        yield
     finally:
         torch.compile = stock
 
@@ -148,22 +159,33 @@ def run(
     """
     report = _writable(report)
     compared = Compared() if report else None
-    own = _module_as_main if module else _script_as_main
-    start = own(script, arguments)
-    sys.excepthook = sys.__excepthook__  # the command line's parser has put its own there
+    start = starting(script, arguments, module)
     with hot_by_default(options, compared) as summary:
         try:
-            start()
-        except SystemExit:
-            raise
-        except BaseException as error:
-            error = error.with_traceback(_own_frames(error.__traceback__))
-            sys.excepthook(type(error), error, error.__traceback__)
-            return 130 if isinstance(error, KeyboardInterrupt) else 1
+            return ended(start)
         finally:
             summary.print()
             if report and compared and summary.is_first:
                 _save(report, compared, script)
+
+
+def starting(script: str, arguments: Sequence[str], module: bool) -> Callable[[], Any]:
+    """What runs a script, or a module, as ``__main__``. Raises ScriptError if there is none."""
+    start = (_module_as_main if module else _script_as_main)(script, arguments)
+    sys.excepthook = sys.__excepthook__  # the command line's parser has put its own there
+    return start
+
+
+def ended(start: Callable[[], Any]) -> int:
+    """Run it to its end; the exit code. Exceptions are shown, but SystemExit, which passes."""
+    try:
+        start()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error = error.with_traceback(_own_frames(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

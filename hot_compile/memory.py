@@ -96,19 +96,31 @@ def saved_by(node: Any) -> list[Tensor]:
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
     """The most bytes of tensors alive at once during ``call``, above what was alive before it."""
-    return _cuda_peak(call, device) if device.type == "cuda" else _cpu_peak(call)
+    found: list[int] = []
+    with risen(device, found.append):
+        call()
+    return found[0]
 
 
-def _cuda_peak(call: Callable[[], Any], device: torch.device) -> int:
+def risen(
+    device: torch.device, tell: Callable[[int], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Tells, at its end, the most bytes of tensors alive at once inside, above those before it."""
+    return _risen_on_gpu(device, tell) if device.type == "cuda" else _risen_on_cpu(tell)
+
+
+@contextlib.contextmanager
+def _risen_on_gpu(device: torch.device, tell: Callable[[int], Any]) -> Iterator[None]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    call()
+    yield
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    tell(torch.cuda.max_memory_allocated(device) - before)
 
 
-def _cpu_peak(call: Callable[[], Any]) -> int:
+@contextlib.contextmanager
+def _risen_on_cpu(tell: Callable[[int], Any]) -> Iterator[None]:
     """Every allocation and release of the CPU allocator, replayed in order.
 
     Unlike resident set size this does not depend on what malloc gives back to the system, so it is
@@ -118,7 +130,7 @@ def _cpu_peak(call: Callable[[], Any]) -> int:
     with _silent():
         prof.start()
     try:
-        call()
+        yield
     finally:
         with _silent():
             prof.stop()
@@ -128,7 +140,7 @@ def _cpu_peak(call: Callable[[], Any]) -> int:
     for event in events:
         alive += event.nbytes()
         peak = max(peak, alive)
-    return peak
+    tell(peak)
 
 
 @contextlib.contextmanager

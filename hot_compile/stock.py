@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
 
 from .again import twin
-from .backend import hot
+from .backend import hot, inductor_patches
+from .config import split_options
 from .passes.context import Recorder
 from .record import GraphReport, Reports, run_uncompiled
 from .stand_in import laid_over
@@ -23,6 +25,18 @@ FLAGS: Mapping[str, Mapping[str, bool]] = {
 }
 """By configuration: functorch's settings. ``exact`` is Inductor as it is; ``exact+recompute`` is
 Inductor told that it may recompute pointwise results."""
+
+
+def inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Inductor as it is, where a script may ask for "hot": our options are left out."""
+    _, theirs = split_options(options)
+    return compile_fx(gm, example_inputs, config_patches=inductor_patches(mode, theirs))
 
 
 class Compared:

@@ -23,6 +23,7 @@ ON_A_SCRIPT = {
     "hot-compile run train.py": "2 of 2 products rewritten",
     "torchrun --nproc-per-node 2 -m hot_compile run train.py": "2 of 2 products rewritten",
     "hot-compile report train.py": "hot: wrote",
+    "hot-compile certify train.py": "2 of 2 layers on integers",
 }
 PLAN = "hot-compile plan --model timm:vit_base_patch16_224 --batch 256 --device h200 --memory 24GiB"
 TRAIN = """
@@ -38,7 +39,8 @@ def blocks(language):
 
 
 def commands():
-    return [line for block in blocks("bash") for line in block.splitlines() if line]
+    lines = (line for block in blocks("bash") for line in block.splitlines() if line)
+    return [line.split("  #")[0] for line in lines]
 
 
 def run(command, cwd, **more):

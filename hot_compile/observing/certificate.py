@@ -25,8 +25,8 @@ class Ran:
 
     seconds: float
     """Of a step, the median."""
-    slowest_quarter: float
-    """Seconds that a quarter of the steps took longer than."""
+    quarters: tuple[float, float]
+    """Seconds: a quarter of the steps took less than the first, a quarter more than the second."""
     steps: int
     """Measured."""
     peak: int

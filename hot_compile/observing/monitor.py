@@ -271,6 +271,15 @@ class Monitor:
         self.graphs[key] = graph
         self.compiles += 1
 
+    @property
+    def busy(self) -> bool:
+        """Some graph was not looked at yet, or is being repaired, as far as is known now."""
+        graphs = list(self.graphs.values())
+        for graph in graphs:
+            graph.conclude()
+        gauges = [graph.gauge for graph in graphs]
+        return any((not g.looks and not g.problem) or g.repaired or g.wants_stored for g in gauges)
+
     def settled(self) -> bool:
         """All graphs were looked at as often as a line at the end needs; True once."""
         if self._said or any(graph.gauge.looks < _SETTLED for graph in self.graphs.values()):

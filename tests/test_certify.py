@@ -1,0 +1,183 @@
+"""``hot-compile certify``: a script by "hot", looked at, and by stock, and what is said of both."""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import eager
+from typer.testing import CliRunner
+
+from hot_compile import certify as certifying
+from hot_compile import launch
+from hot_compile.certify import Pace, certify, verdict
+from hot_compile.cli import app
+from hot_compile.observing.certificate import Certificate, Ran
+from hot_compile.observing.evidence import Spread
+from hot_compile.record import run_uncompiled
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+torch.manual_seed(0)
+model = MLP()
+step = {compiled}
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for number in range(int(sys.argv[1])):
+    try:
+        x = torch.randn(48, 64)
+        loss = step(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    except Exception:
+        raise SystemExit(9)
+print("reached its end")
+"""
+KINDS = {
+    "hot": 'torch.compile(model, backend="hot", options={"min_gain": 0, "keep_head": False})',
+    "default": "torch.compile(model)",
+    "in place": "model; model.compile()",
+}
+
+
+@pytest.fixture(autouse=True)
+def node_by_node(monkeypatch, fresh_dynamo):
+    """Nothing is lowered, and the process is put back as it was."""
+    by_hot = functools.partial(launch.hot, inner_compile=run_uncompiled)
+    asked = []
+
+    def stock(gm, inputs, *, mode=None, options=None):
+        asked.append(options)
+        return eager(gm, inputs)
+
+    monkeypatch.setattr(launch, "hot", by_hot)
+    monkeypatch.setattr(launch, "inductor", stock)
+    for name in ("argv", "path", "excepthook"):
+        value = getattr(sys, name)
+        monkeypatch.setattr(sys, name, list(value) if isinstance(value, list) else value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    return asked
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(kind="default"):
+        path = tmp_path / "train.py"
+        path.write_text(SCRIPT.format(compiled=KINDS[kind]))
+        return str(path)
+
+    return write
+
+
+ALWAYS = {"min_gain": 0, "keep_head": False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_is_looked_at_and_measured_both_ways(script, kind, node_by_node, capsys):
+    code, found = certify(script(kind), ["1000"], ALWAYS, steps=4)
+    assert code == 0
+    assert (found.layers, found.on_integers) == (2, 2)
+    assert [look.step for look in found.looks] == [1, 2, 4]
+    assert found.errors.worst < 0.25
+    assert not found.off
+    for ran in (found.hot, found.stock):
+        assert ran.steps == 4
+        assert 0 < ran.quarters[0] <= ran.seconds <= ran.quarters[1]
+        assert ran.peak > 0
+    assert len(node_by_node) == 1  # one graph, by stock
+    assert "reached its end" not in capsys.readouterr().out
+
+
+def test_the_command_prints_a_table_and_a_verdict(script, tmp_path):
+    file = tmp_path / "c.json"
+    settings = ["--set", "min_gain=0", "--set", "keep_head=False"]
+    told = CliRunner().invoke(
+        app, ["certify", "--steps", "2", "--json", str(file), *settings, script(), "1000"]
+    )
+    assert told.exit_code == 0, told.output
+    assert "stock Inductor" in told.output
+    assert "2 of 2 layers on integers" in " ".join(told.output.split())
+    assert "orth it" in told.output.strip().splitlines()[-1]
+    found = json.loads(file.read_text())
+    assert found["hot"]["steps"] == found["stock"]["steps"] == 2
+
+
+def test_a_script_that_ends_too_early(script, capsys):
+    code, found = certify(script(), ["5"], ALWAYS, steps=4)
+    assert code == 0
+    assert found.errors is not None
+    assert found.hot is None
+    assert "ended before enough steps" in verdict(found)
+    assert capsys.readouterr().out.count("reached its end") == 1
+
+
+def test_a_script_that_fails(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise ValueError('mine')")
+    code, found = certify(str(path), [], {}, steps=1)
+    assert code == 1
+    assert verdict(found) == "No verdict: no gradient could be compared."
+    assert "ValueError: mine" in capsys.readouterr().err
+
+
+def test_looks_go_on_while_something_is_repaired(script):
+    """Errors leave the budget: what is timed is what was repaired and looked at again."""
+    _, found = certify(script(), ["1000"], ALWAYS, steps=2, budget=1e-4)
+    assert found.repaired
+    assert found.compiles > 1
+    assert max(look.compiles for look in found.looks) == found.compiles
+    assert found.hot is not None
+
+
+def test_steps_of_a_second_optimizer_do_not_count():
+    pace, models = Pace(lambda _: False, 1), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    first, second = (torch.optim.SGD(m.parameters()) for m in models)
+    for optimizer in (first, second, second, first):
+        pace(optimizer)
+    assert pace.done == 2
+
+
+def ran(seconds, peak, spread=0.001):
+    return Ran(seconds, (seconds - spread, seconds + spread), 16, peak)
+
+
+def of(hot, stock, off=()):
+    spread = Spread(0.01, 0.05, "a")
+    faults = dict.fromkeys(off, "error 1")
+    return Certificate(2, 2, spread, None, None, faults, (), 1, {}, {}, hot, stock)
+
+
+@pytest.mark.parametrize(
+    ("hot", "stock", "said"),
+    [
+        (ran(0.100, 40), ran(0.100, 100), "Worth it: 0.40 of stock's peak, no other step time"),
+        (ran(0.090, 40), ran(0.100, 100), "Worth it: 0.40 of stock's peak, steps 10% shorter"),
+        (ran(0.110, 40), ran(0.100, 100), "Worth it where memory is short: 0.40 of stock's peak"),
+        (ran(0.110, 40, 0.05), ran(0.100, 100), "Worth it: 0.40 of stock's peak, no other step"),
+        (ran(0.090, 99), ran(0.100, 100), "Worth it: 0.99 of stock's peak, steps 10% shorter"),
+        (ran(0.100, 99), ran(0.100, 100), "Not worth it: 0.99"),
+        (ran(0.110, 99), ran(0.100, 100), "Not worth it: 0.99 of stock's peak, steps 10% longer"),
+        (ran(0.100, 40), None, "No verdict: by stock Inductor the script ended"),
+    ],
+)
+def test_verdicts(hot, stock, said):
+    assert verdict(of(hot, stock)).startswith(said)
+
+
+def test_nothing_is_worth_it_with_gradients_that_are_off():
+    found = of(ran(0.05, 10), ran(0.1, 100), off=["a", "b"])
+    assert verdict(found).startswith("Not worth it as it is: 2 gradients are off")
+    assert certifying.table(found).row_count == 5
