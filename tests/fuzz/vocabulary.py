@@ -227,6 +227,15 @@ ATTENTION = [
         "x + {1}((lambda q, k, v: (6 * q @ k.transpose(1, 2)).softmax(-1) @ v)"
         "(*{0}(x).chunk(3, -1)))",
     ),
+    (  # sparse gradients: an autoencoder's top units, a router's two experts
+        ["nn.Linear({c}, 96)", "nn.Linear(96, {c})"],
+        "{1}((lambda h: h * (h >= h.topk(4, -1).values[..., -1:]))({0}(x)))",
+    ),
+    (
+        ["nn.Linear({c}, 4)", "nn.Linear({c}, 4 * 32)", "nn.Linear(32, {c})"],
+        "x + {2}((lambda g, h: (g.where(g >= g.topk(2, -1).values[..., -1:], 0)[..., None]"
+        " * h.unflatten(-1, (4, 32))).sum(-2))({0}(x).softmax(-1), F.gelu({1}(x))))",
+    ),
 ]
 
 CONVOLUTIONS = [
@@ -274,4 +283,7 @@ LOSSES = [  # in y, the output, and in target, near it
     "(lambda e: F.cross_entropy(10 * e @ e.T, torch.arange(len(y))))(F.normalize(y.flatten(1)))",
     "((y - target).square() + 1e-6).sqrt().mean()",
     "(y.amax(-1) - y.amin(-1)).mean()",
+    "y.topk(2, -1).values.square().mean()",
+    "(lambda e: F.softplus((10 * e @ e.T - 5) * (1 - 2 * torch.eye(len(y)))).mean())"
+    "(F.normalize(y.flatten(1)))",
 ]
