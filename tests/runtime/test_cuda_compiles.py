@@ -96,8 +96,8 @@ def complaints(ext: Extension, sources: Iterable[Source], folder: Path) -> str:
         return "".join(pool.map(lambda job: compile_source(*job), jobs))
 
 
-HOPPERS = ("bf16_64x128", "bf16_128x192", "s32_128x128")
-"""Of Hopper's products one of each schedule, and the one without an epilogue."""
+HOPPERS = ("bf16_64x128", "bf16_128x192", "s32_128x128", "rows_bf16_128x192")
+"""Of Hopper's products one of each schedule, one that transforms, one without an epilogue."""
 
 
 def once(source: Source) -> Source | None:

@@ -130,7 +130,8 @@ GemmPlan plan_hadamard(const GemmShape& s, bool columns, bool crops) {
   if (s.hopper) {
     Choice sums = split(kSums, s);
     bool fuses = s.type == OutType::kBf16 && !crops && can_fuse(s, 8);
-    return fuses ? cheapest(sums, columns ? kColumns : kRows, s) : sums.plan;
+    if (!fuses) return sums.plan;
+    return columns ? cheapest(sums, kColumns, s) : cheapest(sums, kRows, s);
   }
 #endif
   return split(kSumsSm80, s).plan;
