@@ -48,7 +48,8 @@ class Pace:
         self._optimizer: torch.optim.Optimizer | None = None
         self._before = _allocated()
         self._times: list[float] = []
-        self._rising = contextlib.ExitStack()
+        self._rising, self._rises = contextlib.ExitStack(), list[int]()
+        self._standing = 0
         self.done = 0
         """Steps so far."""
         self.warm: int | None = None
@@ -71,22 +72,18 @@ class Pace:
             torch.cuda.synchronize(device)
         if len(self._times) > self._steps:
             self._rising.close()
+            self.ran = self._found()
             raise _Enough
         self._times.append(time.perf_counter())
         if len(self._times) > self._steps:  # memory is told of one step more: telling takes time
-            self._measure_memory(device)
+            self._standing = _allocated() - self._before
+            self._rising.enter_context(risen(device, self._rises.append))
 
-    def _measure_memory(self, device: torch.device) -> None:
-        standing = _allocated() - self._before
+    def _found(self) -> Ran:
         seconds = [b - a for a, b in zip(self._times, self._times[1:], strict=False)]
         quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-
-        def keep(rise: int) -> None:
-            peak = standing + rise
-            found = statistics.median(seconds), (quarters[0], quarters[2]), len(seconds), peak
-            self.ran = Ran(*found)
-
-        self._rising.enter_context(risen(device, keep))
+        middle, peak = (quarters[0], quarters[2]), self._standing + self._rises[-1]
+        return Ran(statistics.median(seconds), middle, len(seconds), peak)
 
     def drive(self, start: Callable[[], Any]) -> int:
         """Run a script until it is enough, or it ends; its exit code."""
@@ -140,6 +137,7 @@ def certify(
     found = dataclasses.replace(certificate(monitor), hot=ours.ran)
     if code or ours.ran is None:
         return code, found
+    monitor.graphs.clear()  # they hold code, and code holds memory
     main.clear()  # the module stays the same, which Dynamo remembers
     main.update(before)
     sys.argv[:] = given
@@ -157,6 +155,7 @@ def _forget() -> None:
         torch.distributed.destroy_process_group()
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # the first run has paid for them, too
         torch.cuda.empty_cache()
 
 
@@ -171,7 +170,7 @@ def table(found: Certificate) -> PlainTable:
     shown.add("peak", *_cells(runs, lambda ran: ran.peak, memory_text))
     if found.errors is not None:
         shown.add("gradients' error, median", f"{found.errors.median:.2%}", "", "")
-        shown.add(f"worst: {found.errors.name}", f"{found.errors.worst:.2%}", "", "")
+        shown.add("gradients' error, worst", f"{found.errors.worst:.2%}", "", "")
     if found.noise is not None:
         shown.add("noise of the batch, median", f"{found.noise.median:.0%}", "", "")
     return shown

@@ -101,7 +101,7 @@ def test_a_certificate_of_a_run(tmp_path):
     assert not found.unseen
     text = str(found)
     assert text.startswith("2 of 2 layers on integers, gradients within ")
-    assert "4 looks, 1 compiles." in text
+    assert "4 looks, 1 compile." in text
     assert text in found._repr_html_().replace("&#x27;", "'")
     found.save_json(tmp_path / "c.json")
     assert json.loads((tmp_path / "c.json").read_text())["errors"]["worst"] == found.errors.worst

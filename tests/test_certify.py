@@ -101,6 +101,20 @@ def test_a_script_is_looked_at_and_measured_both_ways(script, kind, node_by_node
     assert "reached its end" not in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_is_the_allocators(tmp_path):
+    """With all that is the script's, parameters and gradients too."""
+    path = tmp_path / "train.py"
+    text = SCRIPT.format(compiled="model.cuda() and torch.compile(model)")
+    text = text.replace("torch.randn(48, 64)", "torch.randn(48, 64, device='cuda')")
+    path.write_text(text.replace("64, 96", "64, 9600").replace("96, 64", "9600, 64"))
+    code, found = certify(str(path), ["1000"], ALWAYS, steps=4)
+    assert code == 0
+    gradients_and_parameters = 2 * 4 * (2 * 64 * 9600)
+    for ran in (found.hot, found.stock):
+        assert gradients_and_parameters < ran.peak < 2**27  # products' workspaces are in it
+
+
 def test_the_command_prints_a_table_and_a_verdict(script, tmp_path):
     file = tmp_path / "c.json"
     settings = ["--set", "min_gain=0", "--set", "keep_head=False"]

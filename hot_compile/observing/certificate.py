@@ -80,7 +80,7 @@ class Certificate:
             self.hot
         )
         parts += _of_gradients(self)
-        count = f"{len(self.looks)} looks, {self.compiles} compiles"
+        count = f"{_count(len(self.looks), 'look')}, {_count(self.compiles, 'compile')}"
         raised = [f"{len(self.repaired)} layers or tensors made more exact"] * bool(self.repaired)
         unseen = [f"{name} ({why})" for name, why in self.unseen.items()]
         more = [f"Not looked at: {'; '.join(unseen)}."] * bool(unseen)
@@ -90,6 +90,10 @@ class Certificate:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(str(self))}</p>"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _of_gradients(c: Certificate) -> list[str]:

@@ -40,6 +40,8 @@ _STRICTER = 16
 """By how much smaller the share of the budget is by which tensors and layers are judged, each time
 that no smaller one told what is to blame, or that a repair was not enough."""
 _STRICTEST = 3
+_NAMED = 4
+"""Most layers or tensors of a repair that are named in warnings."""
 _FINER: Mapping[str, Mapping[str, Any]] = {
     "in 8 bits": {"forward": "exact", "memory_bits": 8},
     "exactly": {"forward": "exact", "memory": Memory.OFF},
@@ -203,11 +205,7 @@ class Monitor:
         return {**own, **{name: why for name, why in whole.items() if why}}
 
     def repair(
-        self,
-        step: int,
-        found: Qualities,
-        stored: Mapping[str, Stored],
-        gauge: Gauge,
+        self, step: int, found: Qualities, stored: Mapping[str, Stored], gauge: Gauge
     ) -> None:
         """Change how the graph is to be compiled, in all that is to blame for its faults at once.
 
@@ -216,8 +214,9 @@ class Monitor:
             gauge: what the looks at the graph showed.
         """
         assert self.budget is not None
-        worst, trace = max(gauge.judged.items(), key=lambda item: item[1].error)
-        why = f"whole error of {worst} {trace.error:.3g}, budget {self.budget:g}, at step {step}"
+        whole = gauge.errors
+        of = f"whole error of {whole.name} {whole.worst:.3g}, " if whole else ""
+        why = f"{of}budget {self.budget:g}, at step {step}"
         unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
         for power in range(gauge.attempts, 1 if unknown else _STRICTEST):
             share = _STRICTER**-power
@@ -241,7 +240,7 @@ class Monitor:
         for name, worst in new.items():
             of = "" if share == 1 else f"{share:.2g} of "
             self.demoted[name] = f"error {worst:.3g} over {of}budget {self.budget:g} at step {step}"
-            log.warning("hot: %s stays exact from now on: %s", name, self.demoted[name])
+        _warn("stays exact", {name: self.demoted[name] for name in new})
         return bool(new)
 
     def _raise(self, stored: Mapping[str, Stored], budget: float, why: str) -> bool:
@@ -249,7 +248,7 @@ class Monitor:
         new = raised_bits(stored, budget, self.raised)
         for name, text in new.items():
             self.raised[name] = f"{text}; {why}"
-            log.warning("hot: %s is stored more finely from now on: %s", name, self.raised[name])
+        _warn("is stored more finely", {name: self.raised[name] for name in new})
         return bool(new)
 
     def _refine(self, gauge: Gauge, why: str) -> None:
@@ -313,6 +312,15 @@ class Monitor:
 def layer_of(parameter: str) -> str:
     """The layer whose weight it is, if it is one."""
     return parameter.removesuffix(".weight")
+
+
+def _warn(what: str, reasons: Mapping[str, str]) -> None:
+    """Of each by its name, but of the first few only: a repair may be of every layer."""
+    for name, why in list(reasons.items())[:_NAMED]:
+        log.warning("hot: %s %s from now on: %s", name, what, why)
+    if len(reasons) > _NAMED:
+        more = len(reasons) - _NAMED
+        log.warning("hot: and so it is with %d more, which the monitor lists", more)
 
 
 def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
