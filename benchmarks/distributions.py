@@ -14,10 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import tables
 import torch
 import typer
 from report import document, publish
-from tables import Document, Lines
 from torch import Tensor
 
 from hot_compile.config import Strategy
@@ -69,16 +69,6 @@ def row(name: str, rows: int, outputs: int, device: str) -> dict[str, Any]:
     return found
 
 
-def table(documents: list[Document]) -> Lines:
-    """A row a distribution; g_x / g_w of each way, then what storage makes of such a tensor."""
-    made: Lines = [("distribution", "outputs", *WAYS, *STORED)]
-    for found in (row for said in documents for row in said["rows"]):
-        ways = (" / ".join(f"{e:.3f}" for e in found[way]) for way in WAYS)
-        stored = (f"{found[scheme]:.3f}" for scheme in STORED)
-        made.append((found["distribution"], str(found["outputs"]), *ways, *stored))
-    return made
-
-
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     rows: Annotated[int, typer.Option(help="rows of grad_output")] = 4096,
@@ -89,7 +79,7 @@ def main(
     torch.manual_seed(0)
     found = [row(name, rows, n, device) for name in DISTRIBUTIONS for n in (1024, 8192)]
     facts = document(torch.device(device), {"rows": rows}, found)
-    publish(table, facts, "errors of quantisers", json_file)
+    publish(tables.distributions, facts, "errors of quantisers", json_file)
 
 
 if __name__ == "__main__":

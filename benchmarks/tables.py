@@ -264,6 +264,18 @@ def transforms(documents: list[Document]) -> Lines:
     return [("operator", *shapes), *rows]
 
 
+def distributions(documents: list[Document]) -> Lines:
+    """``distributions.py``: errors of g_x / g_w, and of what storage makes of such a tensor."""
+    rows = [row for document in documents for row in document["rows"]]
+    kinds = [key for key in rows[0] if key not in ("distribution", "outputs")]
+    made: Lines = [("distribution", "outputs", *kinds)]
+    for row in rows:
+        cells = (row[kind] if isinstance(row[kind], list) else [row[kind]] for kind in kinds)
+        texts = (" / ".join(f"{e:.3f}" for e in errors) for errors in cells)
+        made.append((row["distribution"], str(row["outputs"]), *texts))
+    return made
+
+
 def products(documents: list[Document]) -> Lines:
     """``kernels.py``: integer products with bf16 output."""
     made: Lines = [("product", "M × N × K", "µs", "Tops/s", "torch.mm bf16", "faster")]
@@ -339,7 +351,7 @@ TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     table.__name__: table
     for table in (
         *(steps, budgets, training, layers, convs, quality, heads),
-        *(transforms, products, packing, curves, monitoring, pretraining),
+        *(transforms, products, distributions, packing, curves, monitoring, pretraining),
         *(eight_bits, forwards, scores),
     )
 }

@@ -100,7 +100,7 @@ class Setting:
             file.write(json.dumps(dataclasses.asdict(result)) + "\n")
         console.print(_line(result), markup=False, highlight=False, soft_wrap=True)
 
-    def one(self, name: str, make: Callable[[], Built], threads: int) -> None:
+    def one(self, name: str, threads: int) -> None:
         """One model, in this process, whose own messages go to a log."""
         log = self.out.with_suffix(".log").open("a")
         told = os.dup(1)
@@ -108,7 +108,7 @@ class Setting:
         os.dup2(log.fileno(), 2)
         torch.set_num_threads(threads)
         torch._inductor.config.compile_threads = threads
-        result = self._tried(name, make)
+        result = self._tried(name, every_model(self.wide)[name])
         os.dup2(told, 1)
         self.write(result)
 
@@ -148,20 +148,20 @@ def run(
         raise typer.BadParameter(f"got --only {only!r}; it matches none of {list(models)}")
     todo = {name: make for name, make in wanted.items() if name not in done}
     console.print(f"{len(wanted)} models, {len(wanted) - len(todo)} of them known")
-    _run(setting, todo, jobs, seconds, end)
+    _run(setting, list(todo), jobs, seconds, end)
 
 
-def _run(
-    setting: Setting, todo: dict[str, Callable[[], Built]], jobs: int, seconds: float, end: float
-) -> None:
-    """Forked processes: each has torch imported, and none of them, this one neither, a device."""
-    process = multiprocessing.get_context("fork").Process
+def _run(setting: Setting, waiting: list[str], jobs: int, seconds: float, end: float) -> None:
+    """A process a model; forked, they have torch imported, but none could use a GPU (some library
+    looks for one as it is imported)."""
+    kind = "fork" if setting.device.type == "cpu" else "spawn"
+    process = multiprocessing.get_context(kind).Process
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    waiting, running = list(todo.items()), dict[Any, tuple[str, float]]()
+    running = dict[Any, tuple[str, float]]()
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() + LEAST < end:
-            name, make = waiting.pop(0)
-            child = process(target=setting.one, args=(name, make, threads))
+            name = waiting.pop(0)
+            child = process(target=setting.one, args=(name, threads))
             child.start()
             running[child] = (name, time.monotonic() + seconds)
         if not running:

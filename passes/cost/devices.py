@@ -252,9 +252,9 @@ def rates_of(device: str, tf32: bool = False) -> Rates:
     if device not in CAPABILITIES:
         wanted = f"one of {', '.join((*CAPABILITIES, 'cpu'))}, or a file of rates, *.json"
         raise OptionError.value("device", device, wanted)
-    rates = cuda_rates(CAPABILITIES[device], tf32)
-    assert isinstance(rates, Rates)
-    return rates
+    found = cuda_rates(CAPABILITIES[device], tf32)
+    assert isinstance(found, Rates)
+    return found
 
 
 def _tf32() -> bool:
