@@ -1,8 +1,8 @@
 // quantize_one_read in one read of grad_output: the 16 rows of a unit stay in the registers of one
 // block (or of a cluster of blocks, each with a part of the columns) while the absmax of what they
-// are transformed to is agreed on. Then they are transformed again (there is no room to keep that),
-// and the integers are written row by row, and, transposed in registers and collected over a tile
-// of 4 units in shared memory, column by column in whole sectors.
+// are transformed to, in place, is agreed on. Then the integers are written row by row, and,
+// transposed in registers and collected over a tile of 4 units in shared memory, column by column
+// in whole sectors.
 #include "cuda/common/variant.hpp"
 #include "cuda/one_read/agreement.cuh"
 #include "cuda/one_read/column_buffer.cuh"
