@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from collections.abc import Iterable, Set
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ _IN_A_NOTEBOOK = '<pre style="overflow-x: auto; line-height: 1.2">{code}</pre>'
 
 def rendered(parts: Iterable[Any]) -> str:
     """Tables and lines as text, as wide as the terminal; 140 columns where there is none."""
-    columns = shutil.get_terminal_size((_WIDEST, 0)).columns
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDEST
     console = Console(width=min(_WIDEST, max(_NARROWEST, columns)), highlight=False)
     with console.capture() as capture:
         for part in parts:

@@ -1,5 +1,6 @@
 """Finite differences of one network: its uses cancel, so all that they are made of stays exact."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -39,6 +40,14 @@ DIFFERENCES = {
 }
 
 
+def in_double(function, f, x):
+    """Gradients in fp64."""
+    twin = copy.deepcopy(f).double()
+    twin.zero_grad()
+    function(twin, x.double()).backward()
+    return [p.grad for p in twin.parameters()]
+
+
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_differences_stay_exact(name):
     f, x = network(), torch.randn(256, 8)
@@ -47,8 +56,9 @@ def test_differences_stay_exact(name):
     exact = [p.grad.clone() for p in f.parameters()]
     f.zero_grad()
     _, (report,) = hot_step(lambda x: function(f, x), x, options={**ALL, "min_gain": 0})
-    for p, want in zip(f.parameters(), exact, strict=True):
-        assert cosine(p.grad, want) > 0.9999 or want.norm() < 1e-6
+    nothing = [truth.norm() < 1e-9 for truth in in_double(function, f, x)]  # rounding, in fp32
+    for p, want, cancels in zip(f.parameters(), exact, nothing, strict=True):
+        assert cosine(p.grad, want) > 0.9999 or cancels
     large = [c for c in report.crossing if c.shape[-1] == "64" and c.scheme != "bits"]
     assert large
     assert {c.scheme for c in large} == {"exact"}
