@@ -5,7 +5,8 @@
 A row is a distribution; a cell is the error relative to the exact result's norm. g_x and g_w of a
 layer [rows, outputs] x 256 inputs, x in INT8: with one quantisation of g_y for both products (what
 a Hopper GPU takes), with one for each (a CPU), and in 4 bits (recipe `paper`: scales a tensor).
-Then what storage makes of a tensor of that distribution: INT8 and INT4 by column and tile.
+Then a tensor of that distribution as an activation: y of an INT8 forward, transformed along the
+inputs and as it comes, and what storage makes of it, INT8 and INT4 by column and tile.
 On a GPU its kernels compute, elsewhere the definitions.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from hot_compile.config import Strategy
 from hot_compile.distributions import DISTRIBUTIONS
+from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.runtime.native import build
 from hot_compile.runtime.reference.sizes import UNITS_PER_TILE
@@ -32,6 +34,7 @@ WAYS = {
     "two reads": How(),
     "per tensor, 4 bits": How(gx_bits=4, per_row=False, per_channel=False),
 }
+FORWARDS = {"forward": Form(), "forward, not transformed": Form(rotated=False)}
 
 
 def _columns(q: Tensor, scale: Tensor, rows: int) -> Tensor:
@@ -64,6 +67,9 @@ def row(name: str, rows: int, outputs: int, device: str) -> dict[str, Any]:
     for way, how in WAYS.items():
         got = STRATEGIES[Strategy.INT8](g, x, w, how)[:2]
         found[way] = [_error(*pair) for pair in zip(got, exact, strict=True)]
+    for name_of, form in FORWARDS.items():
+        y = int8_product(g, w.t().contiguous(), None, None, form, torch.float32)
+        found[name_of] = _error(y, g.double() @ w.double())
     for scheme, restored in STORED.items():
         found[scheme] = _error(restored(g), g.double())
     return found
