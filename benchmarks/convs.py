@@ -116,39 +116,36 @@ def operands(layer: Conv, batch: int, dtype: torch.dtype, device: torch.device) 
     return Operands(g, x, w, conv)
 
 
-def exact(t: Operands) -> None:
+def exact(t: Operands) -> tuple[Tensor, Tensor]:
     """Both gradients as autograd computes them."""
     c = t.conv
     settings = ([*c.stride], [*c.padding], [*c.dilation], False, [0, 0], 1, [True, True, False])
-    torch.ops.aten.convolution_backward(t.grad_output, t.x, t.weight, None, *settings)
+    return torch.ops.aten.convolution_backward(t.grad_output, t.x, t.weight, None, *settings)[:2]
 
 
-def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> None:
+def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> Tensor:
     columns = t.weight.permute(0, 2, 3, 1).reshape(t.weight.shape[0], -1)
     weight_q, weight_scale, _ = hot.quantize_columns(columns, 16, 1, 8, True, False)
     pairs = (row_q, weight_q, row_scale, weight_scale)
     if t.conv.is_product:
-        hot.scaled_int_mm(*pairs, None, None, t.x.dtype)
-    else:
-        hot.conv_grad_input(*pairs, *t.geometry, t.x.dtype)
+        return hot.scaled_int_mm(*pairs, None, None, t.x.dtype)
+    return hot.conv_grad_input(*pairs, *t.geometry, t.x.dtype)
 
 
-def _grad_w(t: Operands, g: tuple[Tensor, ...], x: tuple[Tensor, ...], rank: int = 0) -> None:
+def _grad_w(t: Operands, g: tuple[Tensor, ...], x: tuple[Tensor, ...], rank: int = 0) -> Tensor:
     zero = x[2] if len(x) > 2 else None
     if t.conv.is_product:
         total = g[2] if zero is not None else None
-        hot.scaled_int_mm(g[0], x[0], g[1], x[1], total, zero, t.x.dtype)
-    else:
-        tail = (None, zero, *t.geometry, rank, t.x.dtype)
-        hot.conv_grad_weight(g[0], x[0], g[1], x[1], *tail)
+        return hot.scaled_int_mm(g[0], x[0], g[1], x[1], total, zero, t.x.dtype)
+    tail = (None, zero, *t.geometry, rank, t.x.dtype)
+    return hot.conv_grad_weight(g[0], x[0], g[1], x[1], *tail)
 
 
-def int8(t: Operands) -> None:
-    """x stored in 8 bits."""
+def int8(t: Operands) -> tuple[Tensor, Tensor]:
+    """x stored in 8 bits; g_x [batch, height, width, I] and g_w [O, height, width, I]."""
     x_q, x_scale, _ = hot.quantize_columns(t.rows(t.x), 0, 1, 8, True, False)
     grad = hot.quantize_grad(t.rows(t.grad_output), 8, True, 0, 1, True)
-    _grad_x(t, *grad[:2])
-    _grad_w(t, grad[2:], (x_q, x_scale))
+    return _grad_x(t, *grad[:2]), _grad_w(t, grad[2:], (x_q, x_scale))
 
 
 def int4(t: Operands) -> None:

@@ -5,19 +5,22 @@
 A row is a distribution; a cell is the error relative to the exact result's norm. g_x and g_w of a
 layer [rows, outputs] x 256 inputs, x in INT8: with one quantisation of g_y for both products (what
 a Hopper GPU takes), with one for each (a CPU), and in 4 bits (recipe `paper`: scales a tensor).
-Then a tensor of that distribution as an activation: y of an INT8 forward, transformed along the
-inputs and as it comes, and what storage makes of it, INT8 and INT4 by column and tile.
+A 3 x 3 convolution of as many outputs on 16 x 16 pixels likewise. Then a tensor of that
+distribution as an activation: y of an INT8 forward, transformed along the inputs and as it comes,
+and what storage makes of it, INT8 and INT4 by column and tile.
 On a GPU its kernels compute, elsewhere the definitions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import tables
 import torch
 import typer
+from convs import Conv, exact, int8, operands
 from report import document, publish
 from torch import Tensor
 
@@ -34,6 +37,7 @@ WAYS = {
     "two reads": How(),
     "per tensor, 4 bits": How(gx_bits=4, per_row=False, per_channel=False),
 }
+FLOATS = ("grad_output", "x", "weight")
 FORWARDS = {"forward": Form(), "forward, not transformed": Form(rotated=False)}
 
 
@@ -58,6 +62,18 @@ def _error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
+def _convolution(g: Tensor) -> list[float]:
+    """Errors of g_x and g_w of a convolution whose positions have ``g``'s rows."""
+    side, outputs = 16, g.shape[1]
+    layer = Conv("3 x 3", side, 64, outputs, 3)
+    drawn = operands(layer, len(g) // side**2, torch.float32, g.device)
+    grad = g.reshape(-1, side, side, outputs).permute(0, 3, 1, 2)
+    t = dataclasses.replace(drawn, grad_output=grad, x=drawn.x + 1)
+    double = [tensor.double() for tensor in (t.grad_output, t.x, t.weight)]
+    want = exact(dataclasses.replace(t, **dict(zip(FLOATS, double, strict=True))))
+    return [_error(a, b.permute(0, 2, 3, 1)) for a, b in zip(int8(t), want, strict=True)]
+
+
 def row(name: str, rows: int, outputs: int, device: str) -> dict[str, Any]:
     """Errors on one distribution."""
     g = DISTRIBUTIONS[name](rows, outputs).to(device)
@@ -67,6 +83,7 @@ def row(name: str, rows: int, outputs: int, device: str) -> dict[str, Any]:
     for way, how in WAYS.items():
         got = STRATEGIES[Strategy.INT8](g, x, w, how)[:2]
         found[way] = [_error(*pair) for pair in zip(got, exact, strict=True)]
+    found["convolution"] = _convolution(g)
     for name_of, form in FORWARDS.items():
         y = int8_product(g, w.t().contiguous(), None, None, form, torch.float32)
         found[name_of] = _error(y, g.double() @ w.double())
