@@ -14,6 +14,17 @@ def digit_batch(size, count):
     return images.contiguous(), torch.tensor(data.target[:count])
 
 
+class MLP(nn.Module):  # torch 2.11 compiles no nn.Sequential in place, by any backend
+    """64 to 96 to 64 features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
 class WithLoss(nn.Module):
     """A classifier that returns its loss."""
 

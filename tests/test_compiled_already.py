@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from samples_models import MLP
 from torch import nn
 from torch.nn import functional as F
 
@@ -9,15 +10,6 @@ from hot_compile import calibrate, explain, memory_report
 
 OWN = {"min_gain": 0, "keep_head": False}
 X = torch.randn(48, 64)
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x):
-        return self.last(self.first(x).relu())
 
 
 def in_place(**keywords):

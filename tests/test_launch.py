@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from samples_models import MLP
 from typer.testing import CliRunner
 
 from hot_compile import figures, launch
@@ -47,15 +47,6 @@ def process(monkeypatch):
         value = getattr(sys, name)
         monkeypatch.setattr(sys, name, list(value) if isinstance(value, list) else value)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-
-
-class MLP(nn.Module):  # torch 2.11 compiles no nn.Sequential in place, by any backend
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x):
-        return self.last(self.first(x).relu())
 
 
 def in_place(**keywords):

@@ -270,7 +270,8 @@ def _hadamard_int_mm(
     outputs_last: bool,
     dtype: Any,
 ) -> Any:
-    """The sums go through memory, since the transform needs 16 of them."""
+    """Priced as where the sums go through memory, since the transform needs 16 of them. Hopper's
+    products in bf16 have it in their epilogue, so this is too much there."""
     cost, result = _scaled_int_mm(*((b, a) if outputs_last else (a, b)))
     sums = result.like(result.rows, result.columns, sympy.Integer(4))
     return cost + _moved(sums, sums, result), result

@@ -109,25 +109,6 @@ __device__ inline float larger_of_butterfly(float a, float b) {
   return __fadd_rn(fabsf(a), fabsf(b));
 }
 
-// absmax of 16 values after the transform, before the factor 1/4, of the rows in `kept`.
-__device__ inline float transformed_absmax(float (&v)[kOrder], uint32_t kept) {
-  butterfly<1>(v);
-  butterfly<2>(v);
-  butterfly<4>(v);
-  float most = 0.0f;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    bool sum = kept >> n & 1, difference = kept >> (n + 8) & 1;
-    if (sum && difference)
-      most = max_nan(most, larger_of_butterfly(v[n], v[n + 8]));
-    else if (sum)
-      most = max_nan(most, fabsf(__fadd_rn(v[n], v[n + 8])));
-    else if (difference)
-      most = max_nan(most, fabsf(__fsub_rn(v[n], v[n + 8])));
-  }
-  return most;
-}
-
 // H16's rows by LP_L1 (reference.low_pass_order), as the bit mask of the first `rank`.
 __host__ __device__ constexpr uint32_t low_pass_mask(int rank) {
   constexpr int order[kOrder] = {0, 2, 8, 10, 3, 12, 11, 14, 1, 4, 15, 6, 9, 7, 13, 5};

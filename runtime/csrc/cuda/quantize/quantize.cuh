@@ -38,6 +38,25 @@ __device__ inline Matrix matrix_of(const QuantizeTask& task, uint32_t element,
           task.per_row};
 }
 
+// absmax of 16 values after the transform, before the factor 1/4, of the rows in `kept`.
+__device__ inline float transformed_absmax(float (&v)[kOrder], uint32_t kept) {
+  butterfly<1>(v);
+  butterfly<2>(v);
+  butterfly<4>(v);
+  float most = 0.0f;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    bool sum = kept >> n & 1, difference = kept >> (n + 8) & 1;
+    if (sum && difference)
+      most = max_nan(most, larger_of_butterfly(v[n], v[n + 8]));
+    else if (sum)
+      most = max_nan(most, fabsf(__fadd_rn(v[n], v[n + 8])));
+    else if (difference)
+      most = max_nan(most, fabsf(__fsub_rn(v[n], v[n + 8])));
+  }
+  return most;
+}
+
 template <class T>
 __device__ void rows_absmax(const QuantizeTask& task, const Tile<T>& tile) {
   constexpr int kBlocks = Tile<T>::kColumns / kOrder;
