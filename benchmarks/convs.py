@@ -26,10 +26,10 @@ from report import document, publish
 from torch import Tensor
 
 from hot_compile.config import Strategy
+from hot_compile.passes.base.site import Convolution
 from hot_compile.passes.cost.conv import conv_gain, conv_times, shape_of
 from hot_compile.passes.cost.devices import pricing
 from hot_compile.passes.forward.convolution import ConvPrice, int8_convolution
-from hot_compile.passes.site import Convolution
 from hot_compile.runtime.native import build
 from hot_compile.runtime.reference.conv import tile_rows
 

@@ -47,7 +47,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from hot_compile.backend import hot
 from hot_compile.config import HotConfig
 from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.passes.layers.plan import Plan
+from hot_compile.passes.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

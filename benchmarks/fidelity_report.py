@@ -12,8 +12,8 @@ from typing import Any
 from fidelity_cells import Cells, mean_spread, score_of
 
 from hot_compile.config import RECIPES, HotConfig, Strategy
-from hot_compile.passes.measure import lqs
-from hot_compile.passes.measure.profile import LayerProfile, Profile
+from hot_compile.passes.profile import lqs
+from hot_compile.passes.profile.profile import LayerProfile, Profile
 
 RANKS = (16, 8, 4, 2, 1)
 

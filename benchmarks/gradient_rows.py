@@ -36,9 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
-from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.graph import aten
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.base.emit import Emitter, prims
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.runtime.planes import WHOLE
 from hot_compile.runtime.reference.arithmetic import MIX_HASH
 

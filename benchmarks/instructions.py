@@ -37,11 +37,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.exact.functions import shorten_functions
-from hot_compile.passes.graph import aten
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime.planes import RESTORED_OPERATIONS
 
 WARPS = 4

@@ -26,9 +26,9 @@ from step import Json
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime.native import build
 
 hot = torch.ops.hot

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .inspect import Explanation, explain
     from .observing.certificate import Certificate, certificate
     from .observing.monitor import Monitor
-    from .passes.measure.profile import Profile
+    from .passes.profile.profile import Profile
     from .schedule import load_state_dict, set_step, state_dict
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _HOMES = {
     "set_step": "schedule",
     "state_dict": "schedule",
     "calibrate": "calibration",
-    "Profile": "passes.measure.profile",
+    "Profile": "passes.profile.profile",
     "explain": "inspect",
     "Explanation": "inspect",
     "HotConfig": "config",

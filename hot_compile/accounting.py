@@ -20,7 +20,7 @@ from .inspect import budgets, check_arguments, head_table, megabytes, predicted_
 from .memory import held_tensors, peak_bytes, storage_bytes
 from .page import save_page
 from .passes.head.plan import HeadDecision
-from .passes.measure.profile import Profile
+from .passes.profile.profile import Profile
 from .passes.storage.record import Crossing
 from .progress import progress
 from .record import GraphReport

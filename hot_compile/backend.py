@@ -29,17 +29,17 @@ from .observing.doubting import Doubting
 from .observing.gauge import Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
 from .observing.watching import Twin, Watch
+from .passes.base.graph import clean_path, module_path, readable
+from .passes.base.site import bytes_of
 from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
-from .passes.graph import clean_path, module_path, readable
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs
-from .passes.measure.logits import logits_of
 from .passes.measure.observe import Observation, Observer
-from .passes.measure.profile import Profile
 from .passes.pipeline import sources_hash
-from .passes.site import bytes_of
+from .passes.profile.profile import Profile
+from .passes.storage.logit_errors import logits_of
 from .record import Dump, GraphReport, Heard, Held, Listener
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version

@@ -16,7 +16,7 @@ from .config import HotConfig, split_options
 from .errors import CalibrationError
 from .observing.collector import Collector
 from .passes.cost.devices import pricing
-from .passes.measure.profile import Profile
+from .passes.profile.profile import Profile
 from .stand_in import compiled_by, laid_over
 from .unchanged import reached, unchanged
 

@@ -64,7 +64,7 @@ class Memory(str, Enum):
 
     AUTO = "auto"
     """As ``ALL``, but on a GPU the dearest stay exact where all of them are predicted to take more
-    than 3 % of the step beyond what layers win (``passes/cost/step.py``)."""
+    than 3 % of the step beyond what layers win (``passes/storage/step_time.py``)."""
     ALL = "all"
     """Every large one whose readers tolerate it, layers' inputs or not."""
     PAPER = "paper"

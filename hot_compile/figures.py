@@ -21,9 +21,9 @@ from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .config import OBJECTS, Strategy
-from .passes.graph import readable
-from .passes.layers.plan import Plan
+from .passes.base.graph import readable
 from .passes.pipeline import sources_hash
+from .passes.plan import Plan
 from .record import GraphReport, Listener
 from .runtime.native.providers import runtime_version
 

@@ -12,9 +12,9 @@ import networkx
 import torch
 from torch import fx
 
-from .passes.graph import closure, is_tangent, module_path, placeholders, returned
-from .passes.layers.plan import Plan
-from .passes.site import bytes_of
+from .passes.base.graph import closure, is_tangent, module_path, placeholders, returned
+from .passes.base.site import bytes_of
+from .passes.plan import Plan
 from .passes.storage.record import Crossing
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -23,8 +23,8 @@ from .graphs import union
 from .page import save_page
 from .passes.cost import tuned
 from .passes.head.plan import HeadDecision
-from .passes.layers.plan import Decision, Plan
-from .passes.measure.profile import Profile
+from .passes.plan import Decision, Plan
+from .passes.profile.profile import Profile
 from .passes.storage.record import Crossing
 from .progress import progress
 from .record import GraphReport, Reports, run_uncompiled

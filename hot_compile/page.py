@@ -13,11 +13,11 @@ import torch
 
 from .config import Rows, Strategy
 from .graphs import FORWARD, Fact, Snapshot, stage_of
-from .passes.graph import CASTS, VIEWS
-from .passes.layers.plan import Decision
-from .passes.measure.profile import LayerProfile, Profile, gw_variant, gx_variant
+from .passes.base.graph import CASTS, VIEWS
+from .passes.base.schemes import Scheme, Unit
+from .passes.plan import Decision
+from .passes.profile.profile import LayerProfile, Profile, gw_variant, gx_variant
 from .passes.storage.record import Crossing
-from .passes.storage.schemes import Scheme, Unit
 from .record import GraphReport
 from .timeline import held_over_step
 

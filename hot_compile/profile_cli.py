@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from .errors import ProfileFormatError
-from .passes.measure.profile import SIDES, LayerProfile, Profile
+from .passes.profile.profile import SIDES, LayerProfile, Profile
 from .tables import PlainTable
 
 app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)

@@ -17,9 +17,9 @@ from torch import fx
 
 from .errors import OptionError
 from .graphs import Snapshot, snapshot
+from .passes.base.graph import readable
 from .passes.context import Recorder
-from .passes.graph import readable
-from .passes.layers.plan import Plan
+from .passes.plan import Plan
 from .passes.storage.record import Crossing
 from .passes.storage.within import Met
 

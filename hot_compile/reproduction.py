@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from .config import OBJECTS
-from .passes.graph import readable
+from .passes.base.graph import readable
+from .passes.base.site import hint
 from .passes.pipeline import sources_hash
-from .passes.site import hint
 from .runtime.native.build import cache_dir
 
 _PROGRAM = '''"""{cause}

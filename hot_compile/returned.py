@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from .again import twin
 from .config import HotConfig
-from .passes.site import hint
+from .passes.base.site import hint
 
 _PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}
 _LOSSES = ("cross_entropy", "log_softmax", "logsumexp", "nll_loss")

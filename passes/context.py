@@ -10,22 +10,22 @@ import torch
 from torch import fx
 
 from hot_compile.config import HotConfig
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.cost.linear import Pricing, Rates
-from hot_compile.passes.cost.storing import (
+from hot_compile.passes.layers.match import GraphInputs
+from hot_compile.passes.measure.observe import Observation
+from hot_compile.passes.plan import Plan
+from hot_compile.passes.profile.profile import Profile
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.prices import (
     StoragePrice,
     host_seconds,
     host_storing_seconds,
     restored_by_readers,
     storing_seconds,
 )
-from hot_compile.passes.layers.match import GraphInputs
-from hot_compile.passes.layers.plan import Plan
-from hot_compile.passes.measure.observe import Observation
-from hot_compile.passes.measure.profile import Profile
-from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.rise import Fused
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.within import Allowance, Met
 
 

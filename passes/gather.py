@@ -18,8 +18,8 @@ import torch
 import torch._inductor.config
 from torch import fx
 
-from hot_compile.passes.emit import describe
-from hot_compile.passes.graph import CASTS, VIEWS, closure, is_pointwise, walk
+from hot_compile.passes.base.emit import describe
+from hot_compile.passes.base.graph import CASTS, VIEWS, closure, is_pointwise, walk
 from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.readers import MOVES
 from hot_compile.runtime.ops import SCHEMAS

@@ -18,9 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import Memory
+from hot_compile.passes.base.steps import run, traced
 from hot_compile.passes.context import Context
-from hot_compile.passes.cost.step import StepTime
-from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.measure.observe import Observation, observe_stored, unobserved
 from hot_compile.passes.measure.stored import fed_by
 from hot_compile.passes.pipeline import (
@@ -33,10 +32,11 @@ from hot_compile.passes.pipeline import (
     Joint,
     Partitioned,
 )
-from hot_compile.passes.steps import run, traced
+from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.rise import Rise
+from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.passes.storage.within import (
     Allowance,
     Cut,

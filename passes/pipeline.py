@@ -18,14 +18,10 @@ from typing import Any
 from torch import fx
 
 from hot_compile.config import Memory
-from hot_compile.passes.centring import centred, mark
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import Site
+from hot_compile.passes.base.steps import Step
 from hot_compile.passes.context import Context
-from hot_compile.passes.cost.step import SLACK, StepTime, step_time
-from hot_compile.passes.cost.storing import (
-    StoragePrice,
-    rows_seconds,
-)
-from hot_compile.passes.differences import differenced, refuse
 from hot_compile.passes.exact.casts import cast_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
@@ -34,16 +30,14 @@ from hot_compile.passes.gather import gather
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import match
-from hot_compile.passes.layers.plan import Plan, Prices, plan
 from hot_compile.passes.layers.rewrite import rewrite
-from hot_compile.passes.measure.logits import logits_of
-from hot_compile.passes.measure.lqs import storage_verdict
 from hot_compile.passes.measure.observe import observe, observe_gradients
-from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.measure.stored import storage_names
-from hot_compile.passes.site import Site
-from hot_compile.passes.steps import Step
+from hot_compile.passes.plan import Plan, Prices, plan
+from hot_compile.passes.profile.lqs import storage_verdict
+from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.advance import advance
+from hot_compile.passes.storage.centring import centred, mark
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import (
     Within,
@@ -61,11 +55,17 @@ from hot_compile.passes.storage.crossers import (
     crossers,
     saved_pairs,
 )
+from hot_compile.passes.storage.differences import differenced, refuse
+from hot_compile.passes.storage.logit_errors import logits_of
 from hot_compile.passes.storage.logits import Pair, kept_exact, pairs, watch
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.pieces import work_out_in_pieces
+from hot_compile.passes.storage.prices import (
+    StoragePrice,
+    rows_seconds,
+)
 from hot_compile.passes.storage.rise import Rise
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.step_time import SLACK, StepTime, step_time
 from hot_compile.passes.storage.store import store
 from hot_compile.passes.storage.within import Fit, Met
 from hot_compile.passes.unmet import (

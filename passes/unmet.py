@@ -11,9 +11,9 @@ from typing import Any
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.errors import OptionError, OptionWarning
+from hot_compile.passes.base.site import Site
 from hot_compile.passes.head.plan import LAYERS_BY_OVERRIDE, HeadDecision
-from hot_compile.passes.layers.plan import Plan
-from hot_compile.passes.site import Site
+from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.choose import TRUSTED_BITS, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.record import Crossing

@@ -4,10 +4,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import planes
 
 AS_ON_GPU = {

@@ -12,7 +12,7 @@ from hot_compile import calibrate
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, explain, run_uncompiled
 from hot_compile.observing.collector import Collector
-from hot_compile.passes.measure.profile import Profile
+from hot_compile.passes.profile.profile import Profile
 from hot_compile.runtime.native import build
 
 ALWAYS = {

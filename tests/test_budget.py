@@ -16,7 +16,7 @@ from hot_compile.errors import OptionError, OptionWarning
 from hot_compile.inspect import budgets, explain
 from hot_compile.memory import peak_bytes
 from hot_compile.passes import hooks, pipeline
-from hot_compile.passes.cost.storing import held_bytes
+from hot_compile.passes.storage.prices import held_bytes
 from hot_compile.passes.storage.within import Cut, Met, Way, fit
 from hot_compile.passes.unmet import warn_once
 from hot_compile.record import Reports, run_uncompiled

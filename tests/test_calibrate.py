@@ -18,7 +18,7 @@ from hot_compile.config import Strategy
 from hot_compile.errors import CalibrationError, ProfileFormatError, ProfileMismatchError
 from hot_compile.inspect import explain
 from hot_compile.observing.collector import Collector
-from hot_compile.passes.measure.profile import Profile
+from hot_compile.passes.profile.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "keep_head": False}

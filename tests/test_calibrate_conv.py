@@ -13,7 +13,7 @@ import hot_compile
 from hot_compile import calibrate, calibration
 from hot_compile.backend import hot
 from hot_compile.inspect import explain, run_uncompiled
-from hot_compile.passes.measure.profile import Profile
+from hot_compile.passes.profile.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "memory": "off"}

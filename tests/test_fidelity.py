@@ -37,7 +37,7 @@ def test_fidelity_cell_is_trained_once_and_resumed(program, tmp_path, capsys):
 
 
 def test_fidelity_tells_what_lqs_chooses(program, tmp_path):
-    from hot_compile.passes.measure.profile import LayerProfile, Measure, Profile
+    from hot_compile.passes.profile.profile import LayerProfile, Measure, Profile
 
     def layer(hla, int4, token):
         errors = {"hla8/batch": hla, "int4": int4, "int8": 0.01}

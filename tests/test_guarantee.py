@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from hot_compile.backend import _NEW_GRAPH, hot
 from hot_compile.errors import OptionError
 from hot_compile.passes import hooks, pipeline
-from hot_compile.passes.steps import Step
+from hot_compile.passes.base.steps import Step
 from hot_compile.record import run_uncompiled
 
 OPTIONS = {

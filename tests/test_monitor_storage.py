@@ -17,8 +17,8 @@ from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing.gauge import Gauge
 from hot_compile.observing.raising import Stored, bits_of, raised_bits
-from hot_compile.passes.measure.profile import StorageMeasure
 from hot_compile.passes.measure.stored import Fed
+from hot_compile.passes.profile.profile import StorageMeasure
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
 BUDGET = 0.28

@@ -13,7 +13,7 @@ from torch import nn
 from hot_compile import Profile, explain, memory_report
 from hot_compile.backend import hot
 from hot_compile.page import page_data, save_page
-from hot_compile.passes.measure.profile import LayerProfile, Measure, gw_variant, gx_variant
+from hot_compile.passes.profile.profile import LayerProfile, Measure, gw_variant, gx_variant
 from hot_compile.record import NO_PLAN, GraphReport, run_uncompiled
 from hot_compile.stock import Compared
 from hot_compile.timeline import held_over_step

@@ -18,17 +18,17 @@ from hot_compile.config import HotConfig
 from hot_compile.errors import OptionError
 from hot_compile.inspect import predicted_time
 from hot_compile.passes import pipeline
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.cost import devices, tuned
 from hot_compile.passes.cost.devices import RATES, rates_of
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.cost.storing import rows_seconds, storing_seconds
-from hot_compile.passes.graph import aten
-from hot_compile.passes.layers.plan import Plan
+from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.choose import plan_storage, worth_it
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.layout import packed_bytes
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.prices import rows_seconds, storing_seconds
 from hot_compile.planning import predict
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import torch
 from torch import fx, nn
 
 from hot_compile.passes import hooks, pipeline
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.cost import tuned
 from hot_compile.passes.cost.devices import RATES
-from hot_compile.passes.cost.step import SLACK, StepTime, step_time
-from hot_compile.passes.graph import aten
+from hot_compile.passes.storage.step_time import SLACK, StepTime, step_time
 from hot_compile.planning import predict
 
 A100, H200 = RATES["sm80"], RATES["sm90"]

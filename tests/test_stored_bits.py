@@ -15,9 +15,9 @@ from hot_compile.backend import hot
 from hot_compile.config import HotConfig
 from hot_compile.errors import ProfileFormatError
 from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.passes.measure.lqs import storable, storage_verdict
-from hot_compile.passes.measure.profile import Profile, StorageMeasure
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.profile.lqs import storable, storage_verdict
+from hot_compile.passes.profile.profile import Profile, StorageMeasure
 from hot_compile.testing import cosine
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}

@@ -22,11 +22,11 @@ from torch import fx
 from hot_compile.config import HotConfig
 from hot_compile.errors import CalibrationError, ProfileFormatError
 from hot_compile.observing.collector import Collector
+from hot_compile.passes.base.graph import module_path
 from hot_compile.passes.cost.devices import prices_of
-from hot_compile.passes.graph import module_path
-from hot_compile.passes.layers.plan import plan
-from hot_compile.passes.measure.lqs import storage_choice
-from hot_compile.passes.measure.profile import Profile
+from hot_compile.passes.plan import plan
+from hot_compile.passes.profile.lqs import storage_choice
+from hot_compile.passes.profile.profile import Profile
 from hot_compile.runtime.native.build import cache_dir
 
 log = logging.getLogger("hot_compile")

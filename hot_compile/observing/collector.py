@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hot_compile.errors import CalibrationError
+from hot_compile.passes.base.site import Site
 from hot_compile.passes.measure.conv import (
     Pairs,
     conv_forward_measures,
@@ -27,7 +28,8 @@ from hot_compile.passes.measure.linear import (
     tensor_stats,
 )
 from hot_compile.passes.measure.observe import Layer, Observer
-from hot_compile.passes.measure.profile import (
+from hot_compile.passes.measure.stored import Fed
+from hot_compile.passes.profile.profile import (
     SIDES,
     LayerProfile,
     Measure,
@@ -35,8 +37,6 @@ from hot_compile.passes.measure.profile import (
     StorageMeasure,
     TensorStats,
 )
-from hot_compile.passes.measure.stored import Fed
-from hot_compile.passes.site import Site
 
 _DIGITS = 4
 """Significant digits of a profile's figures: what a few batches tell, and diffs stay readable."""

@@ -1,4 +1,4 @@
-"""A compiled graph whose attention's logits are looked at (``passes/measure/logits.py``)."""
+"""A compiled graph whose attention's logits are looked at (``passes/storage/logit_errors.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from hot_compile.passes.measure.logits import Logits
+from hot_compile.passes.storage.logit_errors import Logits
 
 from .auto import forget
 

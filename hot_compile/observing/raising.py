@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from hot_compile.config import UNCOMPRESSED
-from hot_compile.passes.measure.lqs import errors_of, stays_within
-from hot_compile.passes.measure.profile import StorageMeasure
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.profile.lqs import errors_of, stays_within
+from hot_compile.passes.profile.profile import StorageMeasure
 
 _EXACT = "exact"
 

@@ -14,6 +14,7 @@ from functools import cache
 import sympy
 
 from hot_compile.config import Strategy
+from hot_compile.passes.base.site import Convolution, hint
 from hot_compile.passes.cost.linear import (
     INT4_BYTES,
     MOST_ROWS,
@@ -29,7 +30,6 @@ from hot_compile.passes.cost.linear import (
     first_that_pays,
     seconds,
 )
-from hot_compile.passes.site import Convolution, hint
 from hot_compile.runtime.reference.conv import tile_shape
 
 ONE = sympy.Integer(1)

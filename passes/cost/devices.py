@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from hot_compile.errors import BuildError, OptionError
+from hot_compile.passes.base.site import Site
 from hot_compile.passes.cost import tuned
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.cost.timing import measure
-from hot_compile.passes.site import Site
 from hot_compile.runtime.native.build import load
 from hot_compile.runtime.native.providers import status
 

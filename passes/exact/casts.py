@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import VIEWS, aten, is_ours, value_of
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import VIEWS, aten, is_ours, value_of
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.runtime import casts
 
 _CAST = torch.ops.prims.convert_element_type.default

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import prims
+from hot_compile.passes.base.emit import prims
+from hot_compile.passes.base.graph import aten, module_path, value_of
 from hot_compile.passes.exact import patches, pools, stems
-from hot_compile.passes.graph import aten, module_path, value_of
 
 log = logging.getLogger("hot_compile")
 

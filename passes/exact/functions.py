@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, is_pointwise
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_pointwise
 from hot_compile.runtime.pointwise import lowered
 
 _SHORT = torch.ops.hot.short_function.default

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter, channels_first, node_of
+from hot_compile.passes.base.emit import Emitter, channels_first, node_of
+from hot_compile.passes.base.graph import aten, value_of
 from hot_compile.passes.exact.first_conv import backwards_of, slow_in_cudnn, wants_grad_input
-from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.layers.match_conv import FLOATS, each_dimension
 
 

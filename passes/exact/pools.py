@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.graph import CASTS, RESHAPES, aten, value_of
+from hot_compile.passes.base.emit import Emitter, prims
+from hot_compile.passes.base.graph import CASTS, RESHAPES, aten, value_of
 
 _FLATTENING = RESHAPES | {aten.clone.default}
 """They keep the order of elements."""

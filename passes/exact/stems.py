@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten, value_of
 from hot_compile.passes.exact.first_conv import (
     CHANNEL_MULTIPLE,
     backwards_of,
     slow_in_cudnn,
     wants_grad_input,
 )
-from hot_compile.passes.graph import aten, value_of
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, each_dimension
 
 _MOST_CHANNELS = 16

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import hot_compile.runtime.ops  # noqa: F401  (defines the operators)
+from hot_compile.passes.base.emit import channels_first
+from hot_compile.passes.base.site import Convolution, hint
 from hot_compile.passes.cost.conv import ConvShape, at, batch_that_pays, forward_times
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.emit import channels_first
 from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.layers.positions import channels_last, rows_of, unfolded
-from hot_compile.passes.site import Convolution, hint
 
 aten, hot, prims = torch.ops.aten, torch.ops.hot, torch.ops.prims
 

@@ -14,12 +14,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hot_compile.passes.emit import Emitter, node_of
+from hot_compile.passes.base.emit import Emitter, node_of
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.site import ConvNodes, Convolution, Site, SiteNodes
 from hot_compile.passes.forward.choose import ForwardDecision
 from hot_compile.passes.forward.convolution import int8_convolution
 from hot_compile.passes.forward.product import Form, int8_product
-from hot_compile.passes.graph import aten
-from hot_compile.passes.site import ConvNodes, Convolution, Site, SiteNodes
 
 _CHECKPOINTED = ("recompute", "ac_graph_id")
 _RECOMPUTES = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.head.algebra import Cut, Expr, Linear, Window
 from hot_compile.passes.head.operands import NotUnderstood, count, numel, shape_of
 from hot_compile.passes.head.sizes import as_arguments, minus

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.graph import (
     aten,
     is_pointwise,
     made_of_tangents,
     module_path,
     untranspose,
 )
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
 from hot_compile.passes.head.operands import (
     FLAT,
@@ -32,7 +33,6 @@ from hot_compile.passes.head.operands import (
     shape_of,
 )
 from hot_compile.passes.head.reading import RULES, Reading
-from hot_compile.passes.site import bytes_of, hint
 
 _PARTS = {
     aten.select.int,

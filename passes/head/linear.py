@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, closure, is_tangent, made_of_tangents
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import CASTS, VIEWS, aten, closure, is_tangent, made_of_tangents
 from hot_compile.passes.head.algebra import Expr
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head

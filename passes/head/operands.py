@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, RESHAPES, SQUEEZES, aten, strip
+from hot_compile.passes.base.graph import CASTS, RESHAPES, SQUEEZES, aten, strip
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.head.algebra import (
     ONE,
     Basis,
@@ -21,7 +22,6 @@ from hot_compile.passes.head.algebra import (
     joined,
 )
 from hot_compile.passes.head.sizes import Size, Symbolic, minus, plus, size_of
-from hot_compile.passes.site import hint
 
 Shape = tuple[Any, ...]
 COPIES = CASTS | {aten.alias.default, aten.clone.default}

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 import torch
 
 from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.linear import ScalarTangent
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.head.quantised import EXACT, By, by, problem
-from hot_compile.passes.site import bytes_of, hint
 from hot_compile.runtime.head.products import chunk_rows
 
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, RESHAPES, SQUEEZES, VIEWS, aten, is_tangent, strip
+from hot_compile.passes.base.graph import CASTS, RESHAPES, SQUEEZES, VIEWS, aten, is_tangent, strip
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.head.algebra import (
     LSE,
     MAX,
@@ -54,7 +55,6 @@ from hot_compile.passes.head.operands import (
     without,
 )
 from hot_compile.passes.head.sizes import minus, size_of
-from hot_compile.passes.site import hint
 
 _ADDS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
 _MULS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten, settle
 from hot_compile.passes.cost.linear import Pricing
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten, settle
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head, find_heads
 from hot_compile.passes.head.linear import ScalarTangent, as_result

@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.site import hint
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.site import hint
 
 
 @dataclasses.dataclass(frozen=True)

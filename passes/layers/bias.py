@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, RESHAPES, aten, strip
-from hot_compile.passes.site import hint
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import CASTS, RESHAPES, aten, strip
+from hot_compile.passes.base.site import hint
 
 _SAME_ORDER = CASTS | RESHAPES
 """They leave all elements, and leave them in their order."""

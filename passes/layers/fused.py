@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, strip
+from hot_compile.passes.base.graph import CASTS, VIEWS, aten, strip
 
 _PUT_TOGETHER = {
     aten.cat.default,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.graph import (
     CASTS,
     PADS,
     RESHAPES,
@@ -30,9 +30,9 @@ from hot_compile.passes.graph import (
     strip,
     untranspose,
 )
+from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.layers.bias import grad_bias
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, FLOATS, match_convolution
-from hot_compile.passes.site import Site, SiteNodes
 
 _PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import aten, value_of
-from hot_compile.passes.site import ConvNodes, Convolution, Site
+from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.site import ConvNodes, Convolution, Site
 
 CONVOLUTION_BACKWARD = aten.convolution_backward.default
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}

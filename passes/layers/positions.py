@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hot_compile.passes.graph import aten
-from hot_compile.passes.site import Convolution
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.site import Convolution
 
 
 def channels_last(tensor: Tensor) -> Tensor:

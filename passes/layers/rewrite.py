@@ -14,13 +14,13 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import Strategy
-from hot_compile.passes.emit import Emitter, node_of
-from hot_compile.passes.graph import CASTS, VIEWS, strip
+from hot_compile.passes.base.emit import Emitter, node_of
+from hot_compile.passes.base.graph import CASTS, VIEWS, strip
+from hot_compile.passes.base.site import ConvNodes, Site, SiteNodes
 from hot_compile.passes.layers.bias import precedes, total
-from hot_compile.passes.layers.plan import Decision, Plan
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.layers.strategies import STRATEGIES
-from hot_compile.passes.site import ConvNodes, Site, SiteNodes
+from hot_compile.passes.plan import Decision, Plan
 
 Swaps = list[tuple[fx.Node, fx.Node]]
 """(old result, its replacement)."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import Strategy
-from hot_compile.passes.emit import channels_first
-from hot_compile.passes.graph import aten, value_of
-from hot_compile.passes.layers.plan import Decision
+from hot_compile.passes.base.emit import channels_first
+from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.site import ConvNodes, Site
 from hot_compile.passes.layers.positions import channels_last, rows_of, unfolded
 from hot_compile.passes.layers.strategies import Kept
-from hot_compile.passes.site import ConvNodes, Site
+from hot_compile.passes.plan import Decision
 from hot_compile.runtime.reference.conv import tile_counts, tile_shape
 
 hot = torch.ops.hot

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import HotConfig, Rows, Strategy
+from hot_compile.passes.base.graph import CHANNEL_DIM, aten
+from hot_compile.passes.base.site import ConvNodes, Site
 from hot_compile.passes.forward.convolution import int8_convolution
-from hot_compile.passes.graph import CHANNEL_DIM, aten
-from hot_compile.passes.layers.plan import Decision, forced
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.measure.linear import (
     VARIES,
@@ -24,8 +24,8 @@ from hot_compile.passes.measure.linear import (
     relative,
     tensor_stats,
 )
-from hot_compile.passes.measure.profile import ROTATED, config_variant, gx_variant
-from hot_compile.passes.site import ConvNodes, Site
+from hot_compile.passes.plan import Decision, forced
+from hot_compile.passes.profile.profile import ROTATED, config_variant, gx_variant
 
 Gradients = tuple[Tensor | None, Tensor | None]
 """(g_x, g_w) in fp32; None where the layer's backward has no such result."""

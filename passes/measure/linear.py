@@ -13,7 +13,7 @@ from hot_compile.config import Rows, Strategy
 from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.layers.baselines import low_pass
 from hot_compile.passes.layers.strategies import STRATEGIES, How
-from hot_compile.passes.measure.profile import PLAIN, ROTATED, gw_variant, gx_variant
+from hot_compile.passes.profile.profile import PLAIN, ROTATED, gw_variant, gx_variant
 from hot_compile.runtime.reference.arithmetic import quantize, scale_of
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN, HADAMARD_ORDER
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, fx
 
 import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds an operator to)
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten, is_tangent, named_inputs, placeholders, returned
-from hot_compile.passes.layers.plan import Decision, batch_problem
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten, is_tangent, named_inputs, placeholders, returned
+from hot_compile.passes.base.site import ConvNodes, Site, SiteNodes, hint
 from hot_compile.passes.measure.sketch import sketch
 from hot_compile.passes.measure.stored import Fed
-from hot_compile.passes.site import ConvNodes, Site, SiteNodes, hint
+from hot_compile.passes.plan import Decision, batch_problem
 
 log = logging.getLogger("hot_compile")
 

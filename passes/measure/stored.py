@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import Tensor, fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, VIEWS, aten, is_ours, made_of_tangents, module_path
-from hot_compile.passes.measure.profile import StorageMeasure
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_ours, made_of_tangents, module_path
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
 from hot_compile.passes.storage.readers import BATCHED, MOVES, PRODUCTS
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.passes.storage.store import in_order
 
 _MOST = 400

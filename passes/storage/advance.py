@@ -17,13 +17,13 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from hot_compile.passes.graph import is_tangent, placeholders, returned
-from hot_compile.passes.site import bytes_of, hint
+from hot_compile.passes.base.graph import is_tangent, placeholders, returned
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Judge, base, saved_pairs
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.readers import read
-from hot_compile.passes.storage.schemes import Scheme
 
 _READERS = "readers"
 """The node of the recomputed graph that stands for all its readers."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, IN_ORDER, aten, strip
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, IN_ORDER, aten, strip
 
 _STEPS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
 _FEWEST = 3

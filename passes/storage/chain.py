@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hot_compile.passes.graph import CHANNEL_DIM, VIEWS, aten
-from hot_compile.passes.site import hint
+from hot_compile.passes.base.graph import CHANNEL_DIM, VIEWS, aten
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage import trial
-from hot_compile.passes.storage.schemes import Scheme
 
 _FACTORS = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self}
 """What may still be done to a value that another tensor multiplies."""

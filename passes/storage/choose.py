@@ -9,15 +9,15 @@ from itertools import pairwise
 from torch import fx
 
 from hot_compile.config import HotConfig, Memory
-from hot_compile.passes.cost.storing import StoragePrice, held_bytes
-from hot_compile.passes.graph import IMAGE_DIMS
-from hot_compile.passes.measure.lqs import storable
-from hot_compile.passes.measure.profile import StorageMeasure
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.base.graph import IMAGE_DIMS
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of
+from hot_compile.passes.profile.lqs import storable
+from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import UNCHECKED, Crosser, base
 from hot_compile.passes.storage.layout import packed_bytes
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.prices import StoragePrice, held_bytes
 
 TRUSTED_BITS = 6
 """Fewest bits of what was not measured, unless the user says otherwise."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import refresh
-from hot_compile.passes.graph import aten, is_pointwise, returned
+from hot_compile.passes.base.emit import refresh
+from hot_compile.passes.base.graph import aten, is_pointwise, returned
 
 
 def merge_copies(graph: fx.Graph) -> int:

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.centring import CENTRED
-from hot_compile.passes.differences import DIFFERENCED
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.graph import (
     IMAGE_DIMS,
     VIEWS,
     closure,
@@ -25,10 +23,13 @@ from hot_compile.passes.graph import (
     returned,
     strip,
 )
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
 from hot_compile.passes.layers.match import GraphInputs
-from hot_compile.passes.site import bytes_of, hint
+from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.passes.storage.channels_last import in_memory
+from hot_compile.passes.storage.differences import DIFFERENCED
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.normalised import is_normalised
 from hot_compile.passes.storage.norms import REDUCTIONS
@@ -39,7 +40,6 @@ from hot_compile.passes.storage.readers import (
     facts,
     read,
 )
-from hot_compile.passes.storage.schemes import Scheme
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""

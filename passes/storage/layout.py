@@ -11,9 +11,9 @@ import dataclasses
 
 from torch import Tensor
 
-from hot_compile.passes.graph import CHANNEL_DIM, IMAGE_DIMS
-from hot_compile.passes.site import bytes_of, hint
-from hot_compile.passes.storage.schemes import Scheme, Unit
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS
+from hot_compile.passes.base.schemes import Scheme, Unit
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.runtime.planes import MASK_BITS
 
 GROUP = 128

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import CASTS, IMAGE_DIMS, VIEWS, is_pointwise
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import CASTS, IMAGE_DIMS, VIEWS, is_pointwise
 from hot_compile.passes.storage.norms import REDUCTIONS
 
 _FOLLOWED = VIEWS | CASTS

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, RESHAPES, VIEWS, aten, strip
+from hot_compile.passes.base.graph import CASTS, RESHAPES, VIEWS, aten, strip
 
 _ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.linalg_vector_norm.default}
 _BOUNDED = {

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import CASTS, VIEWS, aten, strip, walk
-from hot_compile.passes.site import hint
+from hot_compile.passes.base.graph import CASTS, VIEWS, aten, strip, walk
+from hot_compile.passes.base.site import hint
 
 FUSED = {torch.ops.prims.fma.default} if hasattr(torch.ops.prims, "fma") else set()
 _SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default}

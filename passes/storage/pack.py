@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from hot_compile.passes.emit import Emitter, prims
-from hot_compile.passes.graph import CHANNEL_DIM, aten
+from hot_compile.passes.base.emit import Emitter, prims
+from hot_compile.passes.base.graph import CHANNEL_DIM, aten
+from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.layout import Layout, layout_of
-from hot_compile.passes.storage.schemes import Scheme, Unit
 from hot_compile.runtime import coding, planes, pointwise
 from hot_compile.runtime.planes import MASK_BITS, STEPS12, UPPER_HALF, WHOLE, WHOLE_WORD
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.cost.storing import fuses
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import RESHAPES, aten, is_pointwise, walk
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import RESHAPES, aten, is_pointwise, walk
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.pack import in_pieces
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.prices import fuses
 from hot_compile.runtime import pieces
 
 SCHEMES = {Scheme.GROUPS12, Scheme.GROUPS8, Scheme.GROUPS6, Scheme.INT4}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.schemes import Scheme, Unit
 
 _WIDTH = 256
 """Elements of a row; each row has one scale of its own."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.graph import (
     CASTS,
     CHANNEL_DIM,
     IMAGE_DIMS,
@@ -29,7 +29,7 @@ from hot_compile.passes.graph import (
     placeholders,
     strip,
 )
-from hot_compile.passes.site import hint
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
 from hot_compile.passes.storage.norms import (
     FUSED,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence, Set
 
 from torch import fx
 
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.crossers import Crosser, is_packed
-from hot_compile.passes.storage.schemes import Scheme
 
 
 @dataclasses.dataclass(frozen=True)

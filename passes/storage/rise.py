@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.cost.storing import fuses, held_bytes
-from hot_compile.passes.graph import VIEWS, is_tangent, placeholders, returned
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.base.graph import VIEWS, is_tangent, placeholders, returned
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.crossers import Crosser, base, saved_pairs
 from hot_compile.passes.storage.norms import through_views
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.storage.prices import fuses, held_bytes
 
 Fused = Callable[[Crosser, Scheme], bool]
 """Whether the kernels that read a tensor restore it on their way, so that it is never whole."""

@@ -15,9 +15,8 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from hot_compile.passes.cost.storing import fuses
-from hot_compile.passes.emit import Emitter, refresh
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.emit import Emitter, refresh
+from hot_compile.passes.base.graph import (
     CASTS,
     CHANNEL_DIM,
     IN_ORDER,
@@ -30,14 +29,15 @@ from hot_compile.passes.graph import (
     strip,
     walk,
 )
+from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.normalised import summed_by_softmax
 from hot_compile.passes.storage.pack import pack, totals, unpack, unpack_mask
+from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
-from hot_compile.passes.storage.schemes import Scheme, Unit
 from hot_compile.runtime.host_copies import LANES
 
 hot = torch.ops.hot

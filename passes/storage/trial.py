@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from hot_compile.passes.graph import aten, is_pointwise
-from hot_compile.passes.site import hint
+from hot_compile.passes.base.graph import aten, is_pointwise
+from hot_compile.passes.base.schemes import Scheme, Unit
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage import probe
-from hot_compile.passes.storage.schemes import Scheme, Unit
 
 _ROOT_STEPS = 16
 _SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.where.self}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hot_compile.passes.site import bytes_of
+from hot_compile.passes.base.site import bytes_of
 
 _TRIES = 3
 

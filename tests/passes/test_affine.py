@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.graph import aten
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.storage.affine import fold_channel_steps
 
 ADD, SUB, MUL = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor

@@ -6,7 +6,7 @@ from samples_storage import ALL
 from torch import nn
 from torch.nn import functional as F
 
-from hot_compile.passes.centring import CENTRED, _reshaped
+from hot_compile.passes.storage.centring import CENTRED, _reshaped
 from hot_compile.testing import cosine, hot_step
 
 ROWS, WIDTH = 256, 32

@@ -6,7 +6,7 @@ from samples_storage import ALL
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hot_compile.passes.graph import aten
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.testing import cosine, hot_step
 

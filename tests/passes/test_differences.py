@@ -9,7 +9,7 @@ from samples_storage import ALL
 from torch import nn
 from torch.nn import functional as F
 
-from hot_compile.passes.differences import DIFFERENCED
+from hot_compile.passes.storage.differences import DIFFERENCED
 from hot_compile.testing import cosine, hot_step
 
 H = 0.05

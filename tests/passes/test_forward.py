@@ -10,14 +10,14 @@ from hot_compile.config import HotConfig
 from hot_compile.observing.collector import Collector
 from hot_compile.observing.gauge import Gauge
 from hot_compile.observing.monitor import Monitor
+from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward.product import Form, Price, int8_product
-from hot_compile.passes.layers.plan import Plan, plan
 from hot_compile.passes.measure.linear import forward_measures
 from hot_compile.passes.measure.observe import Layer
-from hot_compile.passes.measure.profile import PLAIN, ROTATED, LayerProfile, Measure, Profile
-from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.passes.plan import Plan, plan
+from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile, Measure, Profile
 from hot_compile.runtime import reference
 from hot_compile.testing import sqnr
 

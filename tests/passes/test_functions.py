@@ -5,9 +5,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.exact import functions
-from hot_compile.passes.graph import aten
 from hot_compile.runtime.pointwise import FORMS, lowered
 
 ERF, TANH, EXP, SIGMOID = (getattr(aten, n).default for n in ("erf", "tanh", "exp", "sigmoid"))

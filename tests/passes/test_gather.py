@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hot_compile.backend import hot as backend
 from hot_compile.config import BASELINES, Strategy
 from hot_compile.passes import hooks
-from hot_compile.passes.emit import Emitter, node_of
+from hot_compile.passes.base.emit import Emitter, node_of
 from hot_compile.passes.gather import gather
 from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.runtime.reference.calls import parse

@@ -11,8 +11,8 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
-from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.pipeline import sources_hash
+from hot_compile.passes.plan import Plan
 from hot_compile.testing import step
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 211, 16, 3, 8

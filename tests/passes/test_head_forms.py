@@ -12,8 +12,8 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.errors import OptionWarning
 from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.passes.layers.plan import Plan
 from hot_compile.passes.layers.strategies import STRATEGIES, How
+from hot_compile.passes.plan import Plan
 from hot_compile.passes.unmet import warn_once
 from hot_compile.runtime.head import products
 from hot_compile.testing import cosine, step

@@ -8,10 +8,10 @@ from samples_storage import ALL
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.emit import Emitter
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.pack import pack
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.testing import cosine, hot_step
 
 SHARING = (Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS12)

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from hot_compile.backend import _attends, hot
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.measure.logits import (
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.logit_errors import (
     LIMIT,
     Attention,
     Logits,
@@ -21,10 +23,8 @@ from hot_compile.passes.measure.logits import (
     logit_errors,
     logits_of,
 )
-from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.logits import Pair, kept_exact
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.record import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 

@@ -4,8 +4,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hot_compile.passes.emit import Emitter
-from hot_compile.passes.graph import aten
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.storage.materialise import materialise
 
 

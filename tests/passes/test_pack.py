@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples_packing import AS_ON_GPU, masked_round_trip, restored, round_trip, values
 
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.layout import Layout, layout_of
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import planes
 
 

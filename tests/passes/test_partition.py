@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
-from hot_compile.passes.graph import aten
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.crossers import Judge, crossers
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.testing import cosine, hot_step
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage.pieces import SCHEMES, work_out_in_pieces
-from hot_compile.passes.storage.schemes import Scheme
 from hot_compile.runtime import pieces
 
 aten = torch.ops.aten

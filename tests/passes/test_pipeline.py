@@ -15,8 +15,8 @@ from torch._inductor import config as inductor_config
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.passes import pipeline
-from hot_compile.passes.graph import readable
-from hot_compile.passes.steps import Step, run
+from hot_compile.passes.base.graph import readable
+from hot_compile.passes.base.steps import Step, run
 
 PROGRAM = """
 import functools, torch

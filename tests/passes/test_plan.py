@@ -11,11 +11,11 @@ from torch import fx
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.errors import PlanFormatError
+from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.cost import linear as cost
 from hot_compile.passes.cost.devices import RATES, cuda_rates
-from hot_compile.passes.layers.plan import Plan, plan
 from hot_compile.passes.layers.strategies import How
-from hot_compile.passes.site import Site, SiteNodes
+from hot_compile.passes.plan import Plan, plan
 
 VNNI = RATES["cpu-vnni"]
 AMPERE_LIKE = cost.Rates(

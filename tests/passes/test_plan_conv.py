@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from hot_compile.config import HotConfig
+from hot_compile.passes.base.site import ConvNodes, Convolution, Site
 from hot_compile.passes.cost.devices import RATES
-from hot_compile.passes.layers.plan import NO_CONVOLUTIONS, plan
-from hot_compile.passes.site import ConvNodes, Convolution, Site
+from hot_compile.passes.plan import NO_CONVOLUTIONS, plan
 
 VNNI = RATES["cpu-vnni"]
 

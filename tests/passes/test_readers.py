@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hot_compile.passes.graph import aten, placeholders
+from hot_compile.passes.base.graph import aten, placeholders
 from hot_compile.passes.storage import readers
 
 HEADS = (2, 4, 16, 32)  # batch, heads, rows, features

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.exact import forms as exact_forms
 from hot_compile.passes.exact import stems
-from hot_compile.passes.graph import aten
 from hot_compile.testing import hot_step
 
 OPTIONS = {"min_gain": 99, "memory": "off"}  # layers stay exact

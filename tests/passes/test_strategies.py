@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 
 from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.base.emit import Emitter, node_of
 from hot_compile.passes.cost import linear as cost
 from hot_compile.passes.cost.devices import RATES
-from hot_compile.passes.emit import Emitter, node_of
-from hot_compile.passes.layers.plan import plan
 from hot_compile.passes.layers.strategies import STRATEGIES, Gradients, How, Spec
 from hot_compile.passes.measure.linear import grad_weight_measures
+from hot_compile.passes.plan import plan
 from hot_compile.testing import cosine, hot_step
 
 hot = torch.ops.hot

@@ -5,9 +5,9 @@ import torch
 from samples_storage import crossing
 from torch import fx, nn
 
-from hot_compile.passes.graph import aten
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import trial
-from hot_compile.passes.storage.schemes import Scheme
 
 
 def function(target, *arguments, dtype=torch.float32, masks=False):

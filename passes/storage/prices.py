@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, fx
 
+from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_pointwise, strip
+from hot_compile.passes.base.schemes import Scheme, Unit
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.graph import CASTS, VIEWS, aten, is_pointwise, strip
-from hot_compile.passes.site import bytes_of
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.norms import REDUCTIONS
-from hot_compile.passes.storage.schemes import Scheme, Unit
 
 StoragePrice = Callable[[Crosser, Scheme], float | None]
 """Seconds that a scheme costs a step; None: the device has no rates."""

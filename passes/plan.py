@@ -15,7 +15,7 @@ from torch import fx
 
 from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.errors import PlanFormatError
-from hot_compile.passes.centring import CENTRED
+from hot_compile.passes.base.site import Site, SiteNodes, hint
 from hot_compile.passes.cost.linear import (
     Rates,
     Shape,
@@ -28,16 +28,16 @@ from hot_compile.passes.exact.forms import Candidate, FormDecision
 from hot_compile.passes.forward.choose import ForwardDecision, choose_forward
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.layers.fused import put_together
-from hot_compile.passes.layers.plan_conv import (
+from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
+from hot_compile.passes.plan_conv import (
     NO_CONVOLUTIONS,
     conv_excluded,
     conv_numbers,
     conv_would_pay,
 )
-from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
-from hot_compile.passes.measure import lqs
-from hot_compile.passes.measure.profile import LayerProfile, Profile
-from hot_compile.passes.site import Site, SiteNodes, hint
+from hot_compile.passes.profile import lqs
+from hot_compile.passes.profile.profile import LayerProfile, Profile
+from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 4

@@ -20,11 +20,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from hot_compile.passes.base.graph import VIEWS
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.cost.storing import LAUNCH, fuses, readers
-from hot_compile.passes.graph import VIEWS
-from hot_compile.passes.site import bytes_of, hint
 from hot_compile.passes.storage.norms import REDUCTIONS
+from hot_compile.passes.storage.prices import LAUNCH, fuses, readers
 
 SLACK = 0.03
 """Share of a step that storing may take with ``memory="auto"``. Shorter forms of functions, and

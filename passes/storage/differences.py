@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.graph import (
     CASTS,
     PARTS,
     SPLITS,
@@ -27,7 +27,7 @@ from hot_compile.passes.graph import (
     made_of_tangents,
     strip,
 )
-from hot_compile.passes.site import Site
+from hot_compile.passes.base.site import Site
 
 DIFFERENCED = "feeds a difference of two uses of one weight: what is left may be less than errors"
 _SCALED = VIEWS | CASTS | {aten.mul.Tensor, aten.div.Tensor, aten.neg.default}

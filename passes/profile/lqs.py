@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hot_compile.config import UNCOMPRESSED, HotConfig, Strategy
-from hot_compile.passes.measure.profile import (
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.profile.profile import (
     LayerProfile,
     Measure,
     Profile,
@@ -18,7 +19,6 @@ from hot_compile.passes.measure.profile import (
     config_variant,
     gx_variant,
 )
-from hot_compile.passes.storage.schemes import Scheme
 
 _HALVED = 0.5
 """The paper's rule: per token if that cuts g_y's L2 quantisation error by more than half."""

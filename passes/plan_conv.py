@@ -5,6 +5,7 @@ from __future__ import annotations
 import sympy
 
 from hot_compile.config import Rows, Strategy
+from hot_compile.passes.base.site import Convolution, Site, hint
 from hot_compile.passes.cost.conv import (
     ConvShape,
     at,
@@ -14,7 +15,6 @@ from hot_compile.passes.cost.conv import (
     shape_of,
 )
 from hot_compile.passes.cost.linear import Rates, Shape
-from hot_compile.passes.site import Convolution, Site, hint
 
 NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
 

@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from hot_compile.passes.graph import VIEWS, aten, placeholders
+from hot_compile.passes.base.graph import VIEWS, aten, placeholders
 
 prims = torch.ops.prims
 _DESCRIBING = (

@@ -12,8 +12,8 @@ from typing import Any
 
 from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.errors import ProfileFormatError, ProfileMismatchError
-from hot_compile.passes.site import Site, hint
-from hot_compile.passes.storage.schemes import Scheme
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import Site, hint
 
 PROFILE_VERSION = 4
 _READ = (1, 2, 3, 4)

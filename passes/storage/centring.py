@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import (
+from hot_compile.passes.base.graph import (
     CASTS,
     IMAGE_DIMS,
     PARTS,
@@ -42,8 +42,8 @@ from hot_compile.passes.graph import (
     rank_of,
     strip,
 )
+from hot_compile.passes.base.site import Site, hint
 from hot_compile.passes.layers.match import GraphInputs
-from hot_compile.passes.site import Site, hint
 from hot_compile.passes.storage.normalised import bounds, is_numbers
 
 CENTRED = (

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx
 
-from hot_compile.passes.graph import readable
+from hot_compile.passes.base.graph import readable
 
 log = logging.getLogger("hot_compile")
 

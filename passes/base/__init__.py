@@ -1,0 +1,1 @@
+"""What all rooms use: reading and writing graphs, layers as matched, schemes."""

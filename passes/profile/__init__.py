@@ -1,0 +1,1 @@
+"""What calibration measured, and what follows from it."""
