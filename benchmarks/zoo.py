@@ -152,10 +152,8 @@ def run(
 
 
 def _run(setting: Setting, waiting: list[str], jobs: int, seconds: float, end: float) -> None:
-    """A process a model; forked, they have torch imported, but none could use a GPU (some library
-    looks for one as it is imported)."""
-    kind = "fork" if setting.device.type == "cpu" else "spawn"
-    process = multiprocessing.get_context(kind).Process
+    """A process a model."""
+    process = multiprocessing.get_context(_start_method(setting.device)).Process
     threads = max(1, (os.cpu_count() or 1) // jobs)
     running = dict[Any, tuple[str, float]]()
     while waiting or running:
@@ -179,6 +177,17 @@ def _run(setting: Setting, waiting: list[str], jobs: int, seconds: float, end: f
                     setting.write(Result(name, error=f"took more than {seconds:.0f} s"))
             elif child.exitcode:
                 setting.write(Result(name, error=f"its process died: {child.exitcode}"))
+
+
+def _start_method(device: torch.device) -> str:
+    """Forked processes have everything imported; but where a library has asked the driver for GPUs
+    as it was imported (``PYTORCH_NVML_BASED_CUDA_CHECK=1`` has torch ask NVML) none can use one."""
+    trial = multiprocessing.get_context("fork").Process(
+        target=torch.zeros, args=(1,), kwargs={"device": device}
+    )
+    trial.start()
+    trial.join()
+    return "spawn" if trial.exitcode else "fork"
 
 
 def _results(device: torch.device, wide: bool) -> Path:
