@@ -23,7 +23,8 @@ from .graphs import union
 from .page import save_page
 from .passes.cost import tuned
 from .passes.head.plan import HeadDecision
-from .passes.plan import Decision, Plan
+from .passes.layers.decision import Decision
+from .passes.plan import Plan
 from .passes.profile.profile import Profile
 from .passes.storage.record import Crossing
 from .progress import progress

@@ -15,7 +15,7 @@ from .config import Rows, Strategy
 from .graphs import FORWARD, Fact, Snapshot, stage_of
 from .passes.base.graph import CASTS, VIEWS
 from .passes.base.schemes import Scheme, Unit
-from .passes.plan import Decision
+from .passes.layers.decision import Decision
 from .passes.profile.profile import LayerProfile, Profile, gw_variant, gx_variant
 from .passes.storage.record import Crossing
 from .record import GraphReport

@@ -164,7 +164,8 @@ def _warn_of_plan(joint: Joint) -> int:
 
 def _rewrite(joint: Joint) -> int:
     pin = not joint.context.config.recompute
-    joint.plan = rewrite(joint.graph, joint.sites, joint.plan, pin)
+    done = rewrite(joint.graph, joint.sites, joint.plan.decisions, pin)
+    joint.plan = dataclasses.replace(joint.plan, decisions=done)
     return len(joint.plan.rewritten)
 
 

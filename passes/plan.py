@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
+from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes.base.site import Site, SiteNodes, hint
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
 from hot_compile.passes.cost.linear import (
     Rates,
     Shape,
@@ -27,10 +27,14 @@ from hot_compile.passes.cost.linear import (
 from hot_compile.passes.exact.forms import Candidate, FormDecision
 from hot_compile.passes.forward.choose import ForwardDecision, choose_forward
 from hot_compile.passes.head.plan import HeadDecision
-from hot_compile.passes.layers.fused import put_together
-from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
+from hot_compile.passes.layers.decision import (
+    Decision,
+    batch_problem,
+    decided,
+    grouped_by_sample,
+)
+from hot_compile.passes.layers.strategies import STRATEGIES, Spec
 from hot_compile.passes.plan_conv import (
-    NO_CONVOLUTIONS,
     conv_excluded,
     conv_numbers,
     conv_would_pay,
@@ -41,66 +45,7 @@ from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 4
-_MIN_SAMPLES = 16
 _LOW_RANK = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What happens to one Site, and why."""
-
-    site: str
-    shape: tuple[str, str, str]
-    """L, O, I as text; symbolic sizes keep their symbol."""
-    dtype: str
-    strategy: Strategy
-    reason: str
-    gx: bool
-    """The graph computes g_x."""
-    gw: bool
-    """The graph computes g_w."""
-    gx_bits: int
-    per_channel: bool
-    per_token: bool
-    """Scales of g_y per row for g_x although the others are per tensor (the paper's LQS)."""
-    rank: int
-    """HLA rank for g_w; 0: rows are not transformed."""
-    tokens: int
-    """Rows of one sample (batch grouping); 1: consecutive rows."""
-    predicted_gain: float
-    """Times faster than exact the layer's backward is predicted to be."""
-    bytes_before: int
-    """x as exact Inductor would save it."""
-    bytes_after: int
-    """x as this strategy stores it, where it has to be stored at all."""
-    tiles: bool = False
-    """HLA's 16 rows are a tile of a convolution's positions, not consecutive ones."""
-    one_read: bool = False
-    """g_y is quantised once, to 8 bits, for both products (docs/adr/0005)."""
-    packed: bool = False
-    """g_x's operands are packed two values a byte, for INT4 tensor cores (docs/adr/0008)."""
-    seconds_won: float = 0.0
-    """By which the layer's backward is predicted to be faster than exact; 0 where it stays so."""
-
-    def how(self, nodes: SiteNodes | None = None, **more: Any) -> How:
-        """What a Linear's strategy is told; ``more``: fields of ``How`` that no plan knows."""
-        return How(
-            gx=self.gx,
-            gw=self.gw,
-            dtype=getattr(torch, self.dtype),
-            gx_bits=self.gx_bits,
-            per_row=self.per_channel or self.per_token,
-            per_channel=self.per_channel,
-            rank=self.rank,
-            tokens=self.tokens,
-            packed=self.packed,
-            one_read=self.one_read,
-            fused=self.one_read and nodes is not None and put_together(nodes.grad_output),
-            summed=self.one_read and nodes is not None and nodes.grad_bias is not None,
-            weight_is_io=nodes is not None and nodes.weight_is_io,
-            grad_weight_is_io=nodes is not None and nodes.grad_weight_is_io,
-            **more,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,11 +243,6 @@ def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile |
     return decision
 
 
-def forced(site: Site, config: HotConfig, strategy: Strategy) -> Decision:
-    """The Decision that gives the layer ``strategy`` whatever speaks against it: for measuring."""
-    return _decision(site, config, strategy, "")
-
-
 def _without_gain(
     site: Site,
     config: HotConfig,
@@ -367,7 +307,7 @@ def _feasible(
         strategies = (Strategy.GX_ONLY,)
         reasons.append("frozen weight: no g_w, nothing saved")
     for strategy in strategies:
-        problem = batch_problem(site) if _wants_batch(site, strategy, config) else None
+        problem = batch_problem(site) if grouped_by_sample(site, strategy, config) else None
         if site.conv is not None and not STRATEGIES[strategy].convolves:
             problem = "the baselines cover Linear layers only"
         problem = problem or lqs.over_budget(layer, config, strategy, bits)
@@ -379,22 +319,6 @@ def _feasible(
     return Strategy.EXACT, "; ".join(reasons)
 
 
-def _wants_batch(site: Site, strategy: Strategy, config: HotConfig) -> bool:
-    """Rows are grouped across the batch; a convolution's by spatial tiles instead."""
-    return STRATEGIES[strategy].grouped and config.rows is Rows.BATCH and site.conv is None
-
-
-def batch_problem(site: Site) -> str | None:
-    """Why rows cannot be grouped across the batch, or None."""
-    if not site.batched:
-        return "its first dimension is not the batch"
-    if hint(site.lead[0]) < _MIN_SAMPLES:
-        return f"batch of {hint(site.lead[0])}, grouping wants {_MIN_SAMPLES}"
-    if not all(isinstance(size, int) for size in site.lead[1:]):
-        return "tokens per sample are symbolic"
-    return None
-
-
 def _decision(
     site: Site,
     config: HotConfig,
@@ -403,38 +327,20 @@ def _decision(
     rates: Rates | None = None,
     layer: LayerProfile | None = None,
 ) -> Decision:
-    """Fill in the numbers that follow from the choice."""
-    gx, gw, spec = site.needs_grad_input, site.needs_grad_weight, STRATEGIES[strategy]
-    gx_bits = _gx_bits(site, config, rates, layer)
-    rank = config.rank if spec.low_rank else 0
-    packs = gx and gx_bits == 4 and _multiplies_int4(site, rates)
-    unpriced = Decision(
-        site=site.name,
-        shape=(str(site.rows), str(site.outputs), str(site.inputs)),
-        dtype=str(site.dtype).removeprefix("torch."),
-        strategy=strategy,
-        reason=reason,
-        gx=gx,
-        gw=gw,
-        gx_bits=gx_bits,
-        per_channel=config.per_channel,
-        per_token=lqs.per_token(layer, config),
-        rank=rank,
-        tokens=math.prod(map(int, site.lead[1:])) if _wants_batch(site, strategy, config) else 1,
-        predicted_gain=1.0,
-        bytes_before=0,
-        bytes_after=0,
-        tiles=spec.grouped and site.conv is not None and config.rows is Rows.BATCH,
-        one_read=gx_bits == 8 and config.per_channel and _reads_once(site, spec, rank, rates),
-        packed=packs and strategy is not Strategy.EXACT and strategy not in BASELINES,
-    )
+    """The decision with the numbers that follow from it."""
+    gx_bits, spec = _gx_bits(site, config, rates, layer), STRATEGIES[strategy]
+    unpriced = decided(site, config, strategy, reason, gx_bits, lqs.per_token(layer, config))
+    once = gx_bits == 8 and config.per_channel and _reads_once(site, spec, unpriced.rank, rates)
+    packs = unpriced.gx and gx_bits == 4 and _multiplies_int4(site, rates)
+    packs = packs and strategy is not Strategy.EXACT and strategy not in BASELINES
+    unpriced = dataclasses.replace(unpriced, one_read=once, packed=packs)
     (exact, ours), before, after = _numbers(site, unpriced, rates, config)
     return dataclasses.replace(
         unpriced,
         predicted_gain=round(exact / ours if ours else 1.0, 3),
         seconds_won=exact - ours,
-        bytes_before=before if gw else 0,
-        bytes_after=after if gw else 0,
+        bytes_before=before if unpriced.gw else 0,
+        bytes_after=after if unpriced.gw else 0,
     )
 
 

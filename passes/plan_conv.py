@@ -16,8 +16,6 @@ from hot_compile.passes.cost.conv import (
 )
 from hot_compile.passes.cost.linear import Rates, Shape
 
-NO_CONVOLUTIONS = "convolution: the device's own are faster than ours"
-
 
 def conv_excluded(site: Site) -> str | None:
     """Why this convolution is left alone whatever it costs; an override may still take it."""

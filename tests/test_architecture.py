@@ -28,13 +28,14 @@ def test_every_package_is_installed():
     assert set(listed("packages")) == {name for name, path in modules() if path.stem == "__init__"}
 
 
-def imports(name, path):
+def imports(name, path, for_types=False):
     """Absolute names of our modules that this one imports, inside functions too.
 
-    What only a type checker imports is left out.
+    What only a type checker imports is left out, unless ``for_types``.
     """
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in statements(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if for_types else statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -104,6 +105,63 @@ def test_imports_go_one_way(name, path):
     for imported in imports(name, path):
         if imported in known and imported != "hot_compile":
             assert layer(imported) <= layer(name), f"{name} imports {imported}"
+
+
+ORDER = (
+    {"base"},
+    {"layers", "profile"},
+    {"cost"},
+    {"exact"},
+    {"forward", "head"},
+    {"storage"},
+    {"measure"},
+    {"passes"},
+)
+"""The rooms of passes/, lowest first; last, the files above all rooms."""
+MOST_FLAT = 12
+
+
+def room(name):
+    """The room of passes/ that a module lies in; None: not one of passes/."""
+    parts = name.split(".")[1:]
+    if parts[:1] != ["passes"] or parts == ["passes"]:
+        return None
+    return parts[1] if (ROOT / "passes" / parts[1]).is_dir() else "passes"
+
+
+def test_rooms_of_passes_import_downwards():
+    """From lower rooms only, and what one room knows of another goes one way."""
+    known = {module for module, _ in modules()}
+    height = {name: place for place, rooms in enumerate(ORDER) for name in rooms}
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in modules()
+        if (mine := room(name))
+        for other in imports(name, path, for_types=True)
+        if other in known and (its := room(other)) and its != mine
+        if height[its] >= height[mine]
+    ]
+    assert not wrong
+
+
+def test_no_package_imports_itself_in_a_circle():
+    """Of observing, integrations and the rooms of runtime/; leaves, and a package's top, may be
+    imported by all that lies in it.
+    """
+    known = {name: path for name, path in modules() if path.stem != "__init__"}
+    needs: dict[str, set[str]] = {}
+    for name, path in known.items():
+        others = {n for n in imports(name, path, for_types=True) if n in known} - LEAVES
+        package = name.rpartition(".")[0]
+        needs.setdefault(package, set()).update(n.rpartition(".")[0] for n in others)
+        needs[package] -= {package, *PACKAGES.values()}
+    while free := {name for name, others in needs.items() if not others & needs.keys()}:
+        needs = {name: others for name, others in needs.items() if name not in free}
+    assert not needs, f"each of these imports another of them: {sorted(needs)}"
+
+
+def test_few_files_of_passes_lie_flat():
+    assert len(list((ROOT / "passes").glob("*.py"))) <= MOST_FLAT
 
 
 def test_every_room_and_file_of_the_top_has_its_place_in_the_design():

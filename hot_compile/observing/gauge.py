@@ -18,6 +18,7 @@ from hot_compile.observing.certificate import certificate
 from hot_compile.observing.evidence import Spread, Trace, judged
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
+from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
 from hot_compile.passes.measure.linear import (
     compare,
@@ -28,7 +29,6 @@ from hot_compile.passes.measure.linear import (
 )
 from hot_compile.passes.measure.observe import Layer, Observer
 from hot_compile.passes.measure.stored import Fed
-from hot_compile.passes.plan import Decision
 
 log = logging.getLogger("hot_compile")
 

@@ -12,11 +12,10 @@ from torch import fx
 from hot_compile.config import HotConfig
 from hot_compile.passes.base.graph import CASTS, VIEWS, is_pointwise, strip
 from hot_compile.passes.base.site import Site, SiteNodes, hint
-from hot_compile.passes.cost.conv import shape_of
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, shape_of
 from hot_compile.passes.cost.linear import Rates, Shape
 from hot_compile.passes.forward.convolution import ConvPrice, unfolding
 from hot_compile.passes.forward.product import Form, Price
-from hot_compile.passes.plan_conv import NO_CONVOLUTIONS
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
 

@@ -1,4 +1,4 @@
-"""Plan -> ``hot::`` nodes in the joint graph. Never chooses.
+"""Decisions -> ``hot::`` nodes in the joint graph. Never chooses.
 
 A strategy's function (``strategies``) runs on nodes in the place of tensors. All new nodes of a
 layer are built before any old one is replaced, so that a layer whose rewriting fails is left
@@ -8,7 +8,7 @@ exactly as it was.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -18,29 +18,31 @@ from hot_compile.passes.base.emit import Emitter, node_of
 from hot_compile.passes.base.graph import CASTS, VIEWS, strip
 from hot_compile.passes.base.site import ConvNodes, Site, SiteNodes
 from hot_compile.passes.layers.bias import precedes, total
+from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.layers.strategies import STRATEGIES
-from hot_compile.passes.plan import Decision, Plan
 
 Swaps = list[tuple[fx.Node, fx.Node]]
 """(old result, its replacement)."""
 
 
-def rewrite(graph: fx.Graph, sites: Sequence[Site], plan: Plan, pin: bool) -> Plan:
-    """Apply ``plan`` to ``graph`` in place.
+def rewrite(
+    graph: fx.Graph, sites: Sequence[Site], decisions: Iterable[Decision], pin: bool
+) -> tuple[Decision, ...]:
+    """Carry ``decisions`` out in ``graph``, in place.
 
     ``pin``: what a strategy keeps of x is made in the forward and crosses to the backward, even
     where x is cheap to recompute. Else it is made in the backward, and storage is left to the
     partitioner's stages.
 
-    Returns the plan as carried out: a layer whose nodes could not be built stays exact, with the
-    error as its reason.
+    Returns them as carried out: a layer whose nodes could not be built stays exact, with the error
+    as its reason.
     """
     by_name = {site.name: site for site in sites}
-    done = tuple(_apply(graph, by_name[d.site], d, pin) for d in plan)
+    done = tuple(_apply(graph, by_name[d.site], d, pin) for d in decisions)
     graph.eliminate_dead_code()
     graph.lint()
-    return dataclasses.replace(plan, decisions=done)
+    return done
 
 
 def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decision:

@@ -16,9 +16,9 @@ from hot_compile.config import Strategy
 from hot_compile.passes.base.emit import channels_first
 from hot_compile.passes.base.graph import aten, value_of
 from hot_compile.passes.base.site import ConvNodes, Site
+from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.layers.positions import channels_last, rows_of, unfolded
 from hot_compile.passes.layers.strategies import Kept
-from hot_compile.passes.plan import Decision
 from hot_compile.runtime.reference.conv import tile_counts, tile_shape
 
 hot = torch.ops.hot

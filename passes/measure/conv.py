@@ -16,6 +16,7 @@ from hot_compile.config import HotConfig, Rows, Strategy
 from hot_compile.passes.base.graph import CHANNEL_DIM, aten
 from hot_compile.passes.base.site import ConvNodes, Site
 from hot_compile.passes.forward.convolution import int8_convolution
+from hot_compile.passes.layers.decision import Decision, forced
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.measure.linear import (
     VARIES,
@@ -24,7 +25,6 @@ from hot_compile.passes.measure.linear import (
     relative,
     tensor_stats,
 )
-from hot_compile.passes.plan import Decision, forced
 from hot_compile.passes.profile.profile import ROTATED, config_variant, gx_variant
 
 Gradients = tuple[Tensor | None, Tensor | None]

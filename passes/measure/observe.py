@@ -24,9 +24,9 @@ import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds a
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, is_tangent, named_inputs, placeholders, returned
 from hot_compile.passes.base.site import ConvNodes, Site, SiteNodes, hint
+from hot_compile.passes.layers.decision import Decision, batch_problem
 from hot_compile.passes.measure.sketch import sketch
 from hot_compile.passes.measure.stored import Fed
-from hot_compile.passes.plan import Decision, batch_problem
 
 log = logging.getLogger("hot_compile")
 

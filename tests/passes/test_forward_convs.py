@@ -16,11 +16,12 @@ from hot_compile.backend import hot
 from hot_compile.config import HotConfig
 from hot_compile.inspect import Explanation, run_uncompiled
 from hot_compile.passes.base.site import ConvNodes, Convolution, Site
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
 from hot_compile.passes.cost.devices import RATES
 from hot_compile.passes.forward.convolution import folds, int8_convolution
 from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.measure.conv import conv_forward_measures
-from hot_compile.passes.plan import NO_CONVOLUTIONS, plan
+from hot_compile.passes.plan import plan
 from hot_compile.passes.profile.profile import ROTATED, LayerProfile, Measure, Profile
 from hot_compile.testing import sqnr
 

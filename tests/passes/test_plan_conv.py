@@ -9,8 +9,9 @@ from torch import fx
 
 from hot_compile.config import HotConfig
 from hot_compile.passes.base.site import ConvNodes, Convolution, Site
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
 from hot_compile.passes.cost.devices import RATES
-from hot_compile.passes.plan import NO_CONVOLUTIONS, plan
+from hot_compile.passes.plan import plan
 
 VNNI = RATES["cpu-vnni"]
 
