@@ -117,8 +117,9 @@ def hot(
             return tied(stock(own, example_inputs), logits, gm)
         key = graph_key(gm, example_inputs, mode, options)
         graph = _Graph(
-            own, example_inputs, _graph_inputs(gm), inner_compile, patches, recorder, way.config,
-            prices, code, done, keeping(key, listener), monitor.raised if monitor else {}, ledger,
+            own, example_inputs, _graph_inputs(gm), inner_compile, {**patches, **way.patches},
+            recorder, way.config, prices, code, done, keeping(key, listener),
+            monitor.raised if monitor else {}, ledger,
         )  # fmt: skip
         return tied(_compiled(graph, way.config, monitor, observer), logits, gm)
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -45,11 +46,19 @@ class Way:
     config: HotConfig
     stock: bool = False
     """As stock Inductor; of ``config`` only what is done around the graph counts."""
+    patches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of Inductor's config."""
     used: Callable[[GraphReport], bool] = lambda report: True
     """The part did something to the graph."""
 
 
-def _ways(config: HotConfig) -> Iterator[Way]:
+_MIXED = "triton.mix_order_reduction"
+"""Torch's fusion of a sum over rows with one over columns. In 2.11 to 2.14 it stops compiling
+(``AssertionError: 256 v.s. 128``, ``MixOrderReduction.get_numel_rnumel``) where two sums over rows
+of different lengths, split alike, were fused before."""
+
+
+def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
     """All there are, in the order in which they are tried; whatever is off already left out."""
     parts: list[tuple[str, dict[str, Any], Callable[[GraphReport], bool]]] = [
         (
@@ -62,6 +71,8 @@ def _ways(config: HotConfig) -> Iterator[Way]:
         ("gathered calls", {"gathered": False}, lambda report: bool(report.plan.rewritten)),
     ]
     yield Way("", config)
+    if on_gpu and _MIXED in inductor_config.get_config_copy():
+        yield Way("Inductor's mixed-order reductions", config, patches={_MIXED: False})
     for name, fields, used in parts:
         if any(getattr(config, field) != value for field, value in fields.items()):
             yield Way(name, dataclasses.replace(config, **fields), used=used)
@@ -91,7 +102,7 @@ class Guaranteed:
         self._examples = example_inputs
         self._compile = compile_graph
         self._asked = asked
-        self._ways = _ways(config)
+        self._ways = _ways(config, _on_gpu(example_inputs))
         self._way = next(self._ways)
         self._reports: list[GraphReport] = []
         self._failure: tuple[str, Exception] | None = None
@@ -276,6 +287,10 @@ def _alike(node: Any, other: Any) -> bool:
         return False
     mine, theirs = ([m.shape for m in n._input_metadata] for n in (node, other))
     return mine == theirs
+
+
+def _on_gpu(example_inputs: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
 
 
 def _once_only(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

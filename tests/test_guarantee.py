@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import runpy
 
 import pytest
@@ -13,7 +14,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+from hot_compile import guarantee
 from hot_compile.backend import _NEW_GRAPH, hot
+from hot_compile.config import HotConfig
 from hot_compile.errors import OptionError
 from hot_compile.passes import hooks, pipeline
 from hot_compile.passes.base.steps import Step
@@ -135,6 +138,39 @@ def test_only_the_part_at_fault_is_left_out(part, pipe, name, when, monkeypatch,
     assert f"without {part}" in told(caplog)
     with pytest.raises(Exception, match="planted"):
         trained(ours(strict=True))
+
+
+def test_on_a_gpu_torchs_mixed_reductions_are_left_out_before_anything_of_ours():
+    def first(on_gpu):
+        ways = guarantee._ways(HotConfig(), on_gpu)
+        return [(way.without, dict(way.patches)) for way in itertools.islice(ways, 1, 2)]
+
+    reductions = "Inductor's mixed-order reductions"
+    assert first(True) == [(reductions, {"triton.mix_order_reduction": False})]
+    assert first(False) == [("storage", {})]
+
+
+@pytest.mark.gpu
+def test_torchs_mixed_reductions_alone_are_left_out(caplog):
+    def loss(x, w):
+        return F.rms_norm(x, x.shape[-1:], w).square().sum()
+
+    def grads(run):
+        x = torch.linspace(-1, 1, 1000 * 197, device="cuda").view(197, 1000).requires_grad_()
+        w = torch.ones(1000, device="cuda", requires_grad=True)
+        return torch.autograd.grad(run(x, w), (x, w))
+
+    got = grads(torch.compile(loss, backend=functools.partial(hot, inner_compile=mixed_fails)))
+    assert "without Inductor's mixed-order reductions" in told(caplog)
+    torch._dynamo.reset()
+    for mine, theirs in zip(got, grads(torch.compile(loss)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def mixed_fails(gm, *args, **kwargs):
+    if inductor_config.triton.mix_order_reduction:
+        raise AssertionError("256 v.s. 128")
+    return compile_fx_inner(gm, *args, **kwargs)
 
 
 def failing(place, when, error=None, compile_graph=run_uncompiled):
