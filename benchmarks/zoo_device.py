@@ -22,6 +22,8 @@ from filelock import FileLock
 from report import environment
 from step import compiler_settings, synchronize
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from zoo_compare import Result, cosines, gradients, noisy_gradients, note_gradients, note_graphs
 from zoo_compare import warmed as warm_up
 from zoo_models import Built
@@ -30,7 +32,7 @@ from hot_compile.backend import hot
 from hot_compile.memory import peak_bytes
 from hot_compile.record import Reports
 
-ROUNDS, STEPS = 4, 5
+ROUNDS, STEPS, LOOKS = 4, 5, 3
 OF_MEMORY = "OutOfMemoryError"
 
 
@@ -50,6 +52,11 @@ class DeviceResult(Result):
     """Of the first step by stock; by hot: ``seconds``."""
     stock_ms: float = 0.0
     hot_ms: float = 0.0
+    stock_kernels_ms: float = 0.0
+    """Of a step's kernels and copies, one after the other: no host's time, so no neighbour's."""
+    hot_kernels_ms: float = 0.0
+    stock_launches: int = 0
+    hot_launches: int = 0
     stock_peak: int = 0
     """Bytes above what stands between steps."""
     hot_peak: int = 0
@@ -64,6 +71,7 @@ class Arm:
         self.built, self.device = built, device
         self.forward = torch.compile(built.model, backend=backend) if backend else built.model
         self.best_ms, self.peak = float("inf"), 0
+        self.kernels_ms, self.launches = float("inf"), 0
 
     def loss(self) -> Tensor:
         """A forward, in bf16 on a GPU."""
@@ -93,6 +101,17 @@ class Arm:
             self.step()
         synchronize(self.device)
         self.best_ms = min(self.best_ms, (time.perf_counter() - begin) / STEPS * 1e3)
+
+    def look_at_kernels(self) -> None:
+        """The least of some steps."""
+        for _ in range(LOOKS):
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                self.step()
+                synchronize(self.device)
+            events = [e for e in seen.key_averages() if e.device_type == DeviceType.CUDA]
+            self.launches = sum(event.count for event in events)
+            taken = sum(event.self_device_time_total for event in events) / 1e3
+            self.kernels_ms = min(self.kernels_ms, taken)
 
 
 def measured(
@@ -190,5 +209,9 @@ def _time(result: DeviceResult, arms: dict[str, Arm]) -> None:
         for arm in arms.values():
             arm.time()
     for name, arm in arms.items():
+        if arm.device.type == "cuda":
+            arm.look_at_kernels()
+            setattr(result, f"{name}_kernels_ms", arm.kernels_ms)
+            setattr(result, f"{name}_launches", arm.launches)
         setattr(result, f"{name}_ms", arm.best_ms)
         setattr(result, f"{name}_peak", arm.peak)
