@@ -89,7 +89,7 @@ class Explanation:
             f"recipe {self.plan.recipe!r}: {len(self.plan.rewritten)} of {len(self.plan.decisions)}"
         )
         numbers = ("gain", "saved before", "after")
-        columns = ("layer", "L x O x I", "strategy", *numbers, "why")
+        columns = ("layer", "L x O x I", "backward", *numbers, "why")
         table = PlainTable(f"{title} products rewritten", *columns, right=set(numbers))
         stored = self._stored_bytes()
         alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
@@ -173,11 +173,10 @@ def _folded(plan: Plan) -> list[list[Decision]]:
 
 def _row(d: Decision, stored: int) -> tuple[str, ...]:
     exact = d.strategy is Strategy.EXACT
-    bits = "" if exact or not d.gx else f" (g_x INT{d.gx_bits})"
     return (
         d.site,
         " x ".join(d.shape),
-        f"{d.strategy}{bits}",
+        d.way,
         "" if exact else f"{d.predicted_gain:.2f}x",
         megabytes(d.bytes_before),
         "" if exact else megabytes(stored),

@@ -119,7 +119,7 @@ def _layers(number: int, graph: GraphReport, profile: Profile | None) -> list[di
             "shape": d.shape,
             "dtype": d.dtype,
             "strategy": d.strategy.value,
-            "gx_bits": d.gx_bits if d.gx and d.strategy is not Strategy.EXACT else 0,
+            "way": d.way,
             "gain": d.predicted_gain if d.strategy is not Strategy.EXACT else None,
             "before": d.bytes_before,
             "kept": kept.bytes if kept else 0,

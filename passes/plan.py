@@ -237,7 +237,7 @@ def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile |
         decision = _without_gain(site, config, decision, tried, rates, layer)
         strategy = decision.strategy
     if decision.predicted_gain < config.min_gain:
-        why = f"not worth it: {strategy} predicted {decision.predicted_gain:.2f}x exact"
+        why = f"not worth it: {decision.way} predicted {decision.predicted_gain:.2f}x exact"
         why += _would_pay(site, decision, rates, config)
         return _decision(site, config, Strategy.EXACT, why, rates)
     return decision

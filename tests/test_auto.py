@@ -53,7 +53,7 @@ def train(model, steps, options, base=ALWAYS, **keywords):
 
 def test_observes_then_recompiles_once_with_its_choice(tmp_path):
     path = tmp_path / "p.json"
-    options = {"profile": path, "error_budget": 0.02}
+    options = {"profile": path, "error_budget": 0.02, "strategies": "int4"}
     losses, plans = train(net(), 12, options)
     assert kinds(plans) == ["int4", "int8"]  # the static choice, then what was measured
     assert "LQS: g_w error" in plans[-1]["2"].reason
@@ -76,7 +76,7 @@ def kinds(plans):
 def test_no_hla_before_it_is_measured(tmp_path):
     options = {"recipe": "fast", "profile": tmp_path / "p.json", "error_budget": 1.5}
     _, plans = train(net(), 12, options)
-    assert kinds(plans) == ["int4", "hla8"]
+    assert kinds(plans) == ["int8", "hla8"]
     assert plans[0]["2"].reason.startswith("no hla8: not measured yet")
 
 
@@ -84,7 +84,7 @@ def test_recipe_fast_measures_by_itself():
     """The one word is safe: HLA comes only where it was measured to be within the budget."""
     short = {"min_gain": 0, "keep_head": False, "recipe": "fast", "lqs_warm_up": 3}
     _, plans = train(net(), 12, {**short, "error_budget": 1.5}, base={})
-    assert kinds(plans) == ["int4", "hla8"]
+    assert kinds(plans) == ["int8", "hla8"]
     torch._dynamo.reset()
     _, plans = train(net(), 12, {**short, "lqs": "off"}, base={})
     assert kinds(plans) == ["hla8"]
@@ -103,13 +103,13 @@ def test_a_calibrated_profile_is_used_as_it_is(tmp_path, calibrated_node_by_node
 
 def test_an_override_is_taken_on_trust():
     _, plans = train(net(), 1, {"recipe": "fast", "override": {"2": "hla8"}})
-    assert [str(d.strategy) for d in plans[0]] == ["int4", "hla8"]
+    assert [str(d.strategy) for d in plans[0]] == ["int8", "hla8"]
 
 
 def test_nothing_is_compiled_again_where_the_choice_stays(tmp_path):
     path = tmp_path / "p.json"
     _, plans = train(net(), 12, {"profile": path})
-    assert kinds(plans) == ["int4"]
+    assert kinds(plans) == ["int8"]
     torch._dynamo.reset()
     _, plans = train(net(), 2, {"profile": path})
     assert "LQS: g_w error" in plans[0]["2"].reason
@@ -151,15 +151,15 @@ def drifting(turn, steps, path, rechecks):
 def test_looks_again_and_takes_back_what_no_longer_holds(tmp_path):
     """Warm-up 3: looks after 3 forwards, and after 12 of the code that came of it."""
     path = tmp_path / "p.json"
-    assert drifting(10, 40, path, rechecks=1) == ["int4", "hla8", "int4"]
+    assert drifting(10, 40, path, rechecks=1) == ["int8", "hla8", "int8"]
     (looks,) = Profile.load(path).graphs.values()
     assert looks == 2
     torch._dynamo.reset()
-    assert drifting(10, 40, path, rechecks=1) == ["int4"]  # nothing left to look for
+    assert drifting(10, 40, path, rechecks=1) == ["int8"]  # nothing left to look for
 
 
 def test_does_not_look_again_if_told_so(tmp_path):
-    assert drifting(10, 80, tmp_path / "p.json", rechecks=0) == ["int4", "hla8"]
+    assert drifting(10, 80, tmp_path / "p.json", rechecks=0) == ["int8", "hla8"]
 
 
 @pytest.mark.parametrize("rechecks", [0, 1, 2])
@@ -176,7 +176,7 @@ def test_compiles_at_most_as_often_as_promised(tmp_path, monkeypatch, rechecks):
 
     monkeypatch.setattr(Collector, "_measure", flipping)
     got = drifting(0, 400, tmp_path / "p.json", rechecks)
-    assert got == ["int4", "hla8", "int4", "hla8"][: 2 + rechecks]
+    assert got == ["int8", "hla8", "int8", "hla8"][: 2 + rechecks]
 
 
 class Stateful(nn.Module):
@@ -226,7 +226,7 @@ def test_explain_tells_what_the_next_step_gets(tmp_path):
     options = {"recipe": "fast", "min_gain": 0, "keep_head": False}
     found = explain(net(), torch.randn(64, 64), options=options)
     assert len(found.graphs) == 1
-    assert {str(d.strategy) for d in found.plan} == {"int4"}
+    assert {str(d.strategy) for d in found.plan} == {"int8"}
 
 
 def test_without_a_path_the_profile_is_kept_in_the_users_cache(tmp_path):
@@ -278,7 +278,8 @@ def test_lowered_by_inductor_as_in_a_users_run(tmp_path):
     """
     options = {
         "min_gain": 0, "keep_head": False, "lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1,
-        "lqs_rechecks": 0, "error_budget": 0.02, "recompute": False, "profile": tmp_path / "p.json",
+        "lqs_rechecks": 0, "error_budget": 0.02, "recompute": False,
+        "strategies": "int4", "profile": tmp_path / "p.json",
     }  # fmt: skip
 
     def run():
@@ -316,7 +317,7 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("keep_head", [True, False])
 def test_an_output_that_no_loss_depends_on(tmp_path, keep_head, recwarn):
     options = {**ALWAYS, "profile": tmp_path / "p.json", "keep_head": keep_head}
-    options |= {"head_min_bytes": 0, "error_budget": 0.02}
+    options |= {"head_min_bytes": 0, "error_budget": 0.02, "strategies": "int4"}
     model, reports = Logits(), Reports()
     backend = functools.partial(
         hot, options=options, recorder=reports, inner_compile=run_uncompiled

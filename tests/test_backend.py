@@ -214,10 +214,10 @@ def test_explain_prints_a_table_and_changes_nothing(capsys):
     state = torch.get_rng_state()
     explanation = explain(model, x, options={"min_gain": 0})
     printed = capsys.readouterr().out
-    assert "int4" in printed
+    assert "INT8 products" in printed
     assert "classifier head" in printed
     assert "held between forward and backward" in printed
-    assert explanation.plan["1"].strategy == "int4"
+    assert explanation.plan["1"].strategy == "int8"
     assert json.dumps(explanation.to_json())
     assert torch.equal(state, torch.get_rng_state())
     after = model.state_dict()

@@ -269,18 +269,18 @@ def test_the_backend_chooses_by_the_profile(profile, tmp_path):
         return {d.site: str(d.strategy) for d in found.plan}, found.plan["fc2"].reason
 
     chosen, reason = strategies()
-    assert chosen == {"fc1": "int4", "fc2": "int4", "head": "int4"}
+    assert chosen == {"fc1": "int8", "fc2": "int8", "head": "int8"}
     assert reason.startswith("LQS: g_w error 0.0")
     errors = profile.layers["fc2"].grad_weight
     between = (errors["int8"].error + errors["int4"].error) / 2
-    chosen, reason = strategies(error_budget=between)
+    chosen, reason = strategies(strategies="int4", error_budget=between)
     assert chosen["fc2"] == Strategy.INT8
     assert "no int4: g_w error" in reason
     chosen, reason = strategies(error_budget=1e-4)
     assert chosen["fc2"] == Strategy.EXACT
     assert "no int8: g_w error" in reason
     assert strategies(recipe="fast", error_budget=1.5)[0]["fc2"] == Strategy.HLA8
-    assert strategies(recipe="fast", error_budget=0.2)[0]["fc2"] == Strategy.INT4
+    assert strategies(recipe="fast", error_budget=0.2)[0]["fc2"] == Strategy.INT8
 
 
 def test_papers_rule_per_token(profile, tmp_path):

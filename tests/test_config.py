@@ -19,7 +19,7 @@ from hot_compile.errors import OptionError
 
 def test_options_lie_over_the_recipe():
     config = HotConfig.from_options({"recipe": "fast", "hot.exclude": "head*", "rank": 4})
-    assert config.strategies == (Strategy.HLA8, Strategy.INT4)
+    assert config.strategies == (Strategy.HLA8, Strategy.INT8)
     assert config.exclude == ("head*",)
     assert config.rank == 4
     assert config.rows is Rows.BATCH
@@ -71,7 +71,7 @@ def test_paper_is_the_papers_text():
         ({"lqs_batches": 2.0}, "whole number >= 1"),
         ({"rank": 3}, "[1, 2, 4, 8, 16]"),
         ({"rows": "column"}, "'batch', 'consecutive'"),
-        ({"override": {"a": "int3"}}, "'hla8', 'int4', 'int8', 'gx-only', 'exact'"),
+        ({"override": {"a": "int3"}}, "'hla8', 'int8', 'int4', 'gx-only', 'exact'"),
         ({"override": "int8"}, "{glob: strategy}"),
         ({"exclude": 3}, "glob"),
         ({"strategies": []}, "list of strategies"),
@@ -121,7 +121,7 @@ def test_hash_sees_every_field():
     base = HotConfig()
     changed = {
         "recipe": "fast",
-        "strategies": (Strategy.INT8,),
+        "strategies": (Strategy.INT4,),
         "gx_bits": 4,
         "per_channel": False,
         "per_token": True,

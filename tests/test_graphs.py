@@ -31,7 +31,7 @@ def test_nodes_know_their_layer_side_size_and_strategy(explained):
     products = {n: a for n, a in graph.nodes(data=True) if "scaled_int_mm" in a["target"]}
     assert {a["layer"] for a in products.values()} == {"fc1", "fc2"}
     for own in products.values():
-        assert (own["side"], own["strategy"], own["graph"]) == ("backward", "int4", 0)
+        assert (own["side"], own["strategy"], own["graph"]) == ("backward", "int8", 0)
     calls = (own for own in graph.nodes.values() if own["layer"] == "fc1")
     (forward,) = (own for own in calls if "addmm" in own["target"])
     assert (forward["side"], forward["shape"], forward["dtype"]) == (

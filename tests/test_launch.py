@@ -288,7 +288,7 @@ def test_a_page_of_what_a_script_did(seen, process, tmp_path, monkeypatch, said)
     data = page_of(tmp_path / "page.html")
     assert data["title"] == str(script)
     assert "rates: " in data["note"]
-    assert [layer["strategy"] for layer in data["layers"]] == ["int4", "exact"]  # and the head
+    assert [layer["strategy"] for layer in data["layers"]] == ["int8", "exact"]  # and the head
 
 
 def page_of(path):

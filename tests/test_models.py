@@ -146,13 +146,13 @@ def test_every_linear_is_rewritten_and_gradients_are_close(trained, recipe, floo
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype", "bits"),
-    [("hot", "uint8", 4), pytest.param("int8", "int8", 8, marks=pytest.mark.slow)],
+    ("strategy", "dtype", "bits"),
+    [("int4", "uint8", 4), pytest.param("int8", "int8", 8, marks=pytest.mark.slow)],
 )
-def test_pinned_inputs_cross_packed(trained, recipe, dtype, bits):
+def test_pinned_inputs_cross_packed(trained, strategy, dtype, bits):
     """recompute=False, the paper's ABC: each distinct x crosses once, in 4 or 8 bits a value."""
     model, inputs, _, held_exact = trained
-    options = {"recipe": recipe, "min_gain": 0, "recompute": False}
+    options = {"strategies": strategy, "min_gain": 0, "recompute": False}
     _, (graph,) = hot_step(model, *inputs, options=options)
     packed = {c.shape: c for c in graph.crossing if c.dtype == dtype and len(c.shape) == 2}
     shapes = {d.shape for d in graph.plan.rewritten}

@@ -49,7 +49,7 @@ def test_caches_hit_for_the_same_options_and_profile_and_miss_for_others(
     script.write_text(SCRIPT)
     found.save(one)
     data = found.to_json()
-    data["layers"]["1"]["grad_weight"]["int4"]["error"] = 0.9
+    data["layers"]["1"]["grad_weight"]["int8"]["error"] = 0.9
     other.write_text(json.dumps(data))
 
     def run(*steps, under=()):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hot_compile.config import HotConfig, Rows, Strategy
+from hot_compile.config import BASELINES, HotConfig, Rows, Strategy
 from hot_compile.passes.base.site import Site, SiteNodes, hint
 from hot_compile.passes.layers.fused import put_together
 from hot_compile.passes.layers.strategies import STRATEGIES, How
@@ -52,6 +52,16 @@ class Decision:
     """g_x's operands are packed two values a byte, for INT4 tensor cores (docs/adr/0008)."""
     seconds_won: float = 0.0
     """By which the layer's backward is predicted to be faster than exact; 0 where it stays so."""
+
+    @property
+    def way(self) -> str:
+        """What is computed instead of the exact products, in a few words for tables."""
+        if self.strategy is Strategy.EXACT or self.strategy in BASELINES:
+            return str(self.strategy)
+        if not self.gw or self.strategy is Strategy.GX_ONLY:
+            return f"INT{self.gx_bits} g_x"
+        words = "INT4 g_x, INT8 g_w" if self.gx and self.gx_bits == 4 else "INT8 products"
+        return f"{words} (g_w: {self.rank} of 16 rows)" if self.rank else words
 
     def how(self, nodes: SiteNodes | None = None, **more: Any) -> How:
         """What a Linear's strategy is told; ``more``: fields of ``How`` that no plan knows."""

@@ -80,7 +80,7 @@ class Spec:
     keep: Callable[[Tensor, How], Kept] = lambda x, how: (x,)
     """(x, how) -> x as the products want it. With ``recompute=False`` this runs in the forward and
     its result is what crosses to the backward; else it runs in the backward, on x itself, and what
-    crosses is for ``plan_memory`` to say."""
+    crosses is storage's decision."""
     stored_bits: int = 8
     """``How.stored_bits`` where ``keep`` runs in the forward."""
     quantises_x: bool = False

@@ -354,7 +354,7 @@ def test_first_depthwise_and_last_ones_stay_exact(scored):
     assert "depthwise" in reasons["depthwise"]
     assert reasons["head"].startswith("a softmax reads it" if scored else "head")
     backward = {d.site: d.strategy for d in reports[0].plan}
-    assert backward["head"] == "int4", "its backward is as it was"
+    assert backward["head"] == "int8", "its backward is as it was"
     text = str(Explanation(tuple(reports)))
     assert "forward: 1 of 4 products on INT8" in text
 
