@@ -13,7 +13,10 @@ from torch.utils import _pytree as pytree
 
 @functools.cache
 def database() -> dict:
-    """Every differentiable operator that torch's tests list, by its name with its variant."""
+    """Every differentiable operator that torch's tests list, by its name with its variant.
+
+    The same on every device: seeds are places in it.
+    """
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -36,7 +39,8 @@ def _seeds(op) -> bool:
 def samples(name: str, dtype: torch.dtype = torch.float32) -> list:
     """The operator's sample calls, the same ones every time; those that read no tensor left out."""
     torch.manual_seed(0)
-    found = database()[name].sample_inputs("cpu", dtype, requires_grad=True)
+    device = str(torch.get_default_device())
+    found = database()[name].sample_inputs(device, dtype, requires_grad=True)
     return [s for s in found if hole_of(leaves_of(s)) is not None]
 
 

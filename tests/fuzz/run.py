@@ -43,6 +43,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--opinfo", action="store_true", help="seeds are places in the list of all operators")
     add("--options", type=json.loads, help="JSON: these instead of the options drawn")
     add("--lower", action="store_true", help="compile as a user's run does, against Inductor")
+    add("--device", default="cpu", help="where models and operators run")
     add("--jobs", type=int, default=2, help="processes at a time")
     add("--out", type=Path, help="JSON lines, one per seed; seeds that it has are not run again")
     add("--scripts", type=Path, help="folder for a small script per failure")
@@ -71,6 +72,8 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
     for seed in seeds_of(options.seeds):
         print(json.dumps({"began": seed}), flush=True)
         print(json.dumps(result(seed, options)), flush=True)
@@ -220,7 +223,7 @@ def examined(seeds: list[int], options: argparse.Namespace) -> Iterator[dict[str
 def started(seeds: list[int], options: argparse.Namespace) -> subprocess.Popen:
     """A worker process on ``seeds``."""
     command = [sys.executable, "-m", "tests.fuzz", "--worker", "--shrink", str(options.shrink)]
-    command += ["--seeds", ",".join(map(str, seeds)) + ","]
+    command += ["--seeds", ",".join(map(str, seeds)) + ",", "--device", options.device]
     command += ["--lower"] * options.lower + ["--opinfo"] * options.opinfo
     command += ["--options", json.dumps(options.options)] if options.options is not None else []
     command += ["--scripts", str(options.scripts.absolute())] if options.scripts else []
