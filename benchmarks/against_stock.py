@@ -42,6 +42,11 @@ CONFIGS = "exact,exact+recompute,hot,hot:memory=off"
 STEPS = {"cuda": 5, "cpu": 1}
 LONGEST, NAME = 40, 120
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+WHISPER = {
+    "d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536,
+}  # fmt: skip
+"""The size called tiny."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,11 @@ CASES = {
     "llama12x2048": Case("llama12x2048", Size(8), adamw=True),
     "resnet50-256": Case("resnet50", Size(256), adamw=True),
     "mixer-b-128": Case("mixer_b16_224", Size(128)),
+    "convnext-b-48": Case("convnext_base", Size(48)),
+    "swin-b-48": Case("swin_base_patch4_window7_224", Size(48)),
+    "efficientnet-b0-128": Case("efficientnet_b0", Size(128)),
+    "regnety-32-128": Case("regnety_032", Size(128)),
+    "whisper": Case("whisper", Size(16, tokens=64)),
     "convnext-t-128": Case("convnext_tiny", Size(128)),
     "swin-t-128": Case("swin_tiny_patch4_window7_224", Size(128)),
     "bert": Case("bert", Size(32, tokens=512)),
@@ -96,6 +106,13 @@ def workload(case: Case) -> Workload:
         import transformers
 
         model = transformers.BertForMaskedLM(transformers.BertConfig(**NO_DROPOUT))
+    elif case.model == "whisper":
+        import transformers
+
+        model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER))
+        features = torch.randn(size.batch, 80, 3000)
+        labels = torch.randint(1000, (size.batch, size.tokens or 1))
+        return Workload(model.train(), (features, labels), _spoken_loss)
     else:
         return build(case.model, size)
     ids = torch.randint(model.config.vocab_size, (size.batch, size.tokens or 1))
@@ -106,6 +123,10 @@ def workload(case: Case) -> Workload:
 
 def _own_loss(forward: Callable[..., Any], ids: Tensor) -> Tensor:
     return forward(ids, labels=ids).loss
+
+
+def _spoken_loss(forward: Callable[..., Any], features: Tensor, labels: Tensor) -> Tensor:
+    return forward(features, labels=labels).loss
 
 
 def _as_it_is(forward: Callable[..., Any], ids: Tensor) -> Tensor:
