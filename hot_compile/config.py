@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,6 +42,9 @@ class Strategy(str, Enum):
 
 UNCOMPRESSED = 32
 """Bits of a tensor that stays as it is, whatever its dtype; ``"exact"`` in options."""
+
+AROUND = ("around6", "around8", "around12")
+"""In so many bits, around the batch's mean at each position; as it is where that cannot be."""
 
 BASELINES = frozenset({Strategy.INT4_NAIVE, Strategy.LUQ, Strategy.LBP_WHT})
 """Other papers' methods, fake-quantised, for comparing accuracy (passes/layers/baselines.py)."""
@@ -132,10 +135,10 @@ class HotConfig:
     """Fewest bits, 4, 6 or 8, such a tensor is stored in; what norms, convolutions and attention
     read is never below 8 unless that was measured. None: 6, and what a profile measured as few as
     stay within ``error_budget``, norms and images 8 (docs/adr/0022)."""
-    memory_override: tuple[tuple[str, int], ...] = ()
+    memory_override: tuple[tuple[str, int | str], ...] = ()
     """(glob, bits) pairs: fewest bits, 6, 8, 12 or ``UNCOMPRESSED``, of what a module makes
     (``blocks.3.mlp.fc1``), or of one tensor by its name in a profile (``blocks.3.mlp.fc1:addmm``);
-    the last match counts. It asks for more than ``memory_bits``, never for less."""
+    the last match counts. It asks for more than ``memory_bits``, never for less. Or ``AROUND``."""
     memory_budget: float | int | str | None = None
     """Held bytes per compiled graph (int), or a fraction (float) of what the graph would hold
     uncompressed: tensors are compressed in order of error per byte until it is met. None: all. A
@@ -227,11 +230,13 @@ class HotConfig:
         chosen = (s for glob, s in reversed(self.override) if fnmatchcase(name, glob))
         return next(chosen, None)
 
-    def fewest_bits(self, tensor: str) -> int | None:
+    def asked_of(self, tensor: str) -> int | str | None:
         """What ``memory_override`` asks of a tensor of this name; None: nothing."""
-        names = (tensor, tensor.split(":")[0])
-        asked = (b for glob, b in reversed(self.memory_override) if _any_match(names, glob))
-        return next(asked, None)
+        module = tensor.split(":")[0]
+        for glob, asked in reversed(self.memory_override):
+            if fnmatchcase(tensor, glob) or fnmatchcase(module, glob):
+                return asked
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON-ready values."""
@@ -241,10 +246,6 @@ class HotConfig:
         """Hex digest of every field, the same in every process."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _any_match(names: Iterable[str], glob: str) -> bool:
-    return any(fnmatchcase(name, glob) for name in names)
 
 
 def _baseline(name: str) -> HotConfig:
@@ -347,8 +348,7 @@ def _meant(value: object, valid: Sequence[object]) -> str:
 
 
 def _globs(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
+    value = [value] if isinstance(value, str) else value
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return tuple(value)
     raise OptionError.value(name, value, "a glob or a list of globs such as ['head*', '*.qkv']")
@@ -368,8 +368,8 @@ def _overrides(name: str, value: object) -> tuple[tuple[str, Strategy], ...]:
     return tuple((glob, _choice(Strategy)(name, v)) for glob, v in value.items())
 
 
-def _bits_by_glob(name: str, value: object) -> tuple[tuple[str, int], ...]:
-    bits = {6: 6, 8: 8, 12: 12, "exact": UNCOMPRESSED}
+def _bits_by_glob(name: str, value: object) -> tuple[tuple[str, int | str], ...]:
+    bits: dict[Any, Any] = {6: 6, 8: 8, 12: 12, "exact": UNCOMPRESSED, **{w: w for w in AROUND}}
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise OptionError.value(name, value, f"a dict {{glob: one of {list(bits)}}}")
     return tuple((glob, bits[_one_of(*bits)(name, v)]) for glob, v in value.items())

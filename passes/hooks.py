@@ -169,7 +169,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
     def _stored(self, cut: Partitioned) -> tuple[Crossing, ...]:
         """Store what crosses; gives the record of it."""
         run("partitioned", PARTITIONED, cut, cut.named)
-        facts = cut.seconds, cut.verdicts, cut.fewest, cut.hosted
+        facts = cut.seconds, cut.verdicts, cut.asked, cut.hosted
         kept = crossing(cut.found, cut.stored, *facts)
         if (met := cut.met) is not None:
             assert self._context.allowance is not None
@@ -177,7 +177,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             tell(unmet_peak(met, self._context.config))
             self._context.allowance.tell(met)
         elif cut.stores:
-            tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.fewest))
+            tell(unmet_budget(cut.found, cut.chosen, kept, self._context.config, cut.asked))
         if cut.stores:
             tell(idle_bits(cut.names.values(), self._context.asked or self._context.config))
         return kept

@@ -40,6 +40,7 @@ from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.centring import centred, mark
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import (
+    Asked,
     Within,
     plan_storage,
     plan_within,
@@ -213,8 +214,8 @@ class Partitioned:
     stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
     names: dict[Crosser, str] = dataclasses.field(default_factory=dict)
     """What profiles and options call ``found``."""
-    fewest: dict[Crosser, int] = dataclasses.field(default_factory=dict)
-    """Bits that were asked for some of ``found``."""
+    asked: dict[Crosser, Asked] = dataclasses.field(default_factory=dict)
+    """How options, or a monitor, want some of ``found`` stored."""
     too_dear: Set[Crosser] = frozenset()
     """What could be stored and is not, for the time it would take."""
     verdicts: dict[Crosser, str] = dataclasses.field(default_factory=dict)
@@ -297,10 +298,10 @@ def _plan_storage(cut: Partitioned) -> int:
         config, price = cut.context.config, cut.context.storage_prices(cut.found, by_launch)
         cut.names = _names(cut)
         measured = _measured(cut)
-        cut.fewest = _fewest(cut, measured)
+        cut.asked = _asked(cut, measured)
         won = cut.plan.seconds_won
         if cut.fit is None:
-            every = plan_storage(cut.found, config, price, won, measured, cut.fewest)
+            every = plan_storage(cut.found, config, price, won, measured, cut.asked)
             cut.chosen = every
             if cut.step is not None:
                 cut.chosen = worth_it(every, price, won + SLACK * cut.step.seconds)
@@ -330,7 +331,7 @@ def _within(
     within = Within({}, fit.rise, fit.above)
     if fit.stores:
         counted = rise.held if may.between else rise
-        others = price, measured, cut.fewest, context.host_prices(cut.found)
+        others = price, measured, cut.asked, context.host_prices(cut.found)
         within = plan_within(cut.found, context.config, counted, may.rise, *others)
     cut.chosen, cut.hosted = within.chosen, within.hosted
     cut.met = Met(
@@ -364,13 +365,15 @@ def _measured(cut: Partitioned) -> dict[Crosser, Mapping[str, StorageMeasure]]:
     return {c: known[name] for c, name in cut.names.items() if known.get(name)}
 
 
-def _fewest(cut: Partitioned, measured: Container[Crosser]) -> dict[Crosser, int]:
-    """Bits that options, or a monitor, ask for tensors that might be stored in fewer."""
-    config, found = cut.context.config, {}
+def _asked(cut: Partitioned, measured: Container[Crosser]) -> dict[Crosser, Asked]:
+    """What options, or a monitor, ask of tensors that might be stored otherwise."""
+    config, found = cut.context.config, dict[Crosser, Asked]()
     for crosser, name in cut.names.items():
-        asked, usual = config.fewest_bits(name) or 0, usual_bits(config, crosser in measured)
-        lossy = (s for s in crosser.measurable if s not in (Scheme.EXACT, Scheme.BITS))
-        if any(usual <= s.spec.bits < asked for s in lossy):
+        asked, usual = config.asked_of(name) or 0, usual_bits(config, crosser in measured)
+        lossy = [s for s in crosser.measurable if s not in (Scheme.EXACT, Scheme.BITS)]
+        if isinstance(asked, str) and lossy:
+            found[crosser] = Scheme(asked)
+        elif any(usual <= s.spec.bits < asked for s in lossy if not s.spec.around):
             found[crosser] = asked
     return found
 
@@ -379,7 +382,7 @@ def _why(cut: Partitioned, crosser: Crosser, measured: Mapping[str, StorageMeasu
     """What was measured of a tensor, and who asked for its bits; '' if nothing and nobody."""
     scheme, config = cut.chosen.get(crosser, Scheme.EXACT).plain, cut.context.config
     texts = [storage_verdict(scheme, measured, config)] if measured else []
-    if crosser in cut.fewest:
+    if crosser in cut.asked:
         raised = cut.context.raised.get(cut.names[crosser])
         texts.append(f"monitor: {raised}" if raised else "memory_override")
     return "; ".join(filter(None, texts))

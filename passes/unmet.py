@@ -14,7 +14,7 @@ from hot_compile.errors import OptionError, OptionWarning
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.head.plan import LAYERS_BY_OVERRIDE, HeadDecision
 from hot_compile.passes.plan import Plan
-from hot_compile.passes.storage.choose import TRUSTED_BITS, plan_storage
+from hot_compile.passes.storage.choose import TRUSTED_BITS, Asked, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.within import Allowance, Met
@@ -109,13 +109,13 @@ def unmet_budget(
     chosen: Mapping[Crosser, Any],
     kept: Sequence[Crossing],
     config: HotConfig,
-    fewest: Mapping[Crosser, int] | None = None,
+    asked: Mapping[Crosser, Asked] | None = None,
 ) -> Iterator[str]:
     """A memory budget that everything compressible, compressed, still exceeds.
 
     Args:
         found, chosen: what crosses, and how it is stored under ``config``.
-        kept: the record of it. fewest: bits asked for some of ``found``.
+        kept: the record of it. asked: of some of ``found``, for its storage.
     """
     budget = config.memory_budget
     if budget is None or isinstance(budget, str):
@@ -123,7 +123,7 @@ def unmet_budget(
     before, held = (sum(getattr(c, name) for c in kept) for name in ("bytes_before", "bytes"))
     wanted = budget * before if isinstance(budget, float) else budget
     least = dataclasses.replace(config, memory_budget=0)
-    if held <= wanted or plan_storage(found, least, fewest=fewest) != chosen:
+    if held <= wanted or plan_storage(found, least, asked=asked) != chosen:
         return
     yield (
         f"memory_budget={budget!r} cannot be met in a graph: the least that it can hold is {held} "
@@ -171,7 +171,7 @@ def idle_bits(names: Iterable[str], config: HotConfig) -> Iterator[str]:
     given = list(names)
     for glob, bits in config.memory_override:
         alone = dataclasses.replace(config, memory_override=((glob, bits),))
-        if not any(map(alone.fewest_bits, given)):
+        if not any(map(alone.asked_of, given)):
             yield (
                 f"got memory_override with {glob!r}, which matches no tensor that this graph keeps "
                 f"for its backward; it keeps {_some(given)}. Correct the glob, unless another "

@@ -132,7 +132,7 @@ def _code(x: Tensor, reciprocal: Tensor, levels: int, root: bool, finite: bool =
 
 
 def _plane(codes: list[Tensor], shift: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """One word of ``dtype`` (int16, or uint8) an element of int32 ``codes``, all of one shape."""
+    """One word of ``dtype``, int16, int32 or uint8, an element of int32 ``codes`` of one shape."""
     whole = _tensors(codes[0])[1]
     return _joined(codes, torch, whole, shift, bits, dtype.is_signed).to(dtype)
 

@@ -5,7 +5,7 @@ whoever reads. In that Triton finds no vectors unless a row is a multiple of its
 element and plane, and twice the instructions. In these operators' lowerings the place is one
 number, and where its bits lie is worked out by operations, which Triton follows.
 
-* ``hot::restored_planes``: codes of 6 or 12 bits that lie in two planes.
+* ``hot::restored_planes``: codes of 5, 6 or 12 bits that lie in two planes.
 * ``hot::restored_nibbles``: codes of 4 bits.
 * ``hot::restored_bits``: masks.
 
@@ -57,12 +57,15 @@ RESTORING = {
 """What Inductor works out within whichever kernel reads it."""
 
 
-def _code(upper: Any, lower: Any, piece: Any, do: Any, whole: Number, pieces: int) -> Any:
-    """The signed code of 24 / ``pieces`` bits that is field ``piece`` of both planes' int32 words.
+def _code(
+    upper: Any, lower: Any, piece: Any, do: Any, whole: Number, pieces: int, width: int
+) -> Any:
+    """The signed code that is field ``piece`` of both planes' int32 words, of which the upper one
+    holds ``width`` bits and the lower one eight.
 
     Its upper bits are shifted up to the sign and down again, so that no bias is needed.
     """
-    high, low = 16 // pieces, 8 // pieces
+    high, low = width // pieces, 8 // pieces
     left = do.sub(whole(32 - high), do.mul(piece, whole(high)))
     first = do.bitwise_right_shift(do.bitwise_left_shift(upper, left), whole(32 - high - low))
     first = do.bitwise_and(first, whole(-(1 << low)))
@@ -81,12 +84,12 @@ def _restored_planes(
     """fp32 numbers [..., groups * group * lanes] in the order of memory.
 
     Args:
-        upper: int16 [..., groups, group / pieces, lanes]. lower: uint8, the same shape.
+        upper: int16 or int32 [..., groups, group / pieces, lanes]. lower: uint8, the same shape.
         scale: bf16 [..., groups, 1, lanes].
     """
     piece, whole = _pieces(upper, pieces)
     high, low = (plane.unsqueeze(-3).to(torch.int32) for plane in (upper, lower))
-    code = _code(high, low, piece, torch, whole, pieces).to(torch.float32)
+    code = _code(high, low, piece, torch, whole, pieces, _bits_of(upper.dtype)).to(torch.float32)
     scale = scale.unsqueeze(-3).float()
     return decoded(code, scale, torch, float, levels, root).flatten(-4)
 
@@ -109,6 +112,10 @@ def _restored_bits(packed: Tensor) -> Tensor:
     """bool [..., 8 * n] in the order of memory, of uint8 [..., n]."""
     piece = torch.arange(MASK_BITS, device=packed.device).view(MASK_BITS, 1)
     return (packed.unsqueeze(-2).to(torch.int32) >> piece & 1).to(torch.bool).flatten(-2)
+
+
+def _bits_of(dtype: torch.dtype) -> int:
+    return 8 * dtype.itemsize
 
 
 def _pieces(like: Tensor, count: int) -> tuple[Tensor, Number]:
@@ -151,9 +158,11 @@ def lowered() -> None:
 
     @register_lowering(torch.ops.hot.restored_planes.default, type_promotion_kind=None)
     def _(upper: Any, lower: Any, scale: Any, pieces: int, levels: int, root: bool) -> Any:
+        width = _bits_of(upper.get_dtype())
+
         def element(words: Sequence[Any], piece: Any) -> Any:
             high, low = (ops.to_dtype(word, torch.int32) for word in words[:2])
-            code = as_number(_code(high, low, piece, ops, whole, pieces))
+            code = as_number(_code(high, low, piece, ops, whole, pieces, width))
             return decoded(code, ops.to_dtype(words[2], torch.float32), ops, number, levels, root)
 
         *outer, groups, part, lanes = upper.get_size()

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.storage.around import sample_of
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.runtime import planes
@@ -32,7 +33,8 @@ def masked_round_trip(x, mask, scheme, compiled=False):
         with graph.inserting_before(output):
             given_mask = graph.placeholder("mask")
         given_mask.meta["val"] = value.fake_mode.from_tensor(mask)
-    parts = pack(emit, given_x, scheme, given_mask)
+    sample = sample_of(given_x, value) if scheme.spec.around else ()
+    parts = pack(emit, given_x, scheme, given_mask, sample=sample)
     restored = unpack(emit, parts, value, scheme)
     outcome = restored if mask is None else unpack_mask(emit, parts[0], value, scheme)
     output.args = ((*parts, restored, outcome),)
@@ -40,7 +42,7 @@ def masked_round_trip(x, mask, scheme, compiled=False):
     run = torch.compile(module, dynamic=False) if compiled else module
     *stored, y, outcome = run(x) if mask is None else run(x, mask)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    assert sum(part.nbytes for part in stored) == packed_bytes(value, scheme)
+    assert sum(part.nbytes for part in stored) == packed_bytes(value, scheme, sample)
     return stored, y, outcome
 
 

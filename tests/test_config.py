@@ -42,6 +42,9 @@ def test_paper_is_the_papers_text():
     assert paper.rows is Rows.CONSECUTIVE
 
 
+BITS = "[6, 8, 12, 'exact', 'around6', 'around8', 'around12']"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -61,10 +64,19 @@ def test_paper_is_the_papers_text():
         ({"memory_bits": 2.0}, "[4, 6, 8, None]"),
         ({"memory_bits": "4"}, "[4, 6, 8, None]"),
         ({"memory_bits": [4]}, "[4, 6, 8, None]"),
-        ({"memory_override": {"fc1": 7}}, "[6, 8, 12, 'exact']"),
-        ({"memory_override": {"fc1": 8.0}}, "[6, 8, 12, 'exact'], whole numbers: 8 for 8.0"),
-        ({"memory_override": {1: 8}}, "a dict {glob: one of [6, 8, 12, 'exact']}"),
-        ({"memory_override": "fc1"}, "a dict {glob: one of [6, 8, 12, 'exact']}"),
+        ({"memory_override": {"fc1": 7}}, BITS),
+        (
+            {"memory_override": {"fc1": 8.0}},
+            f"{BITS}, whole numbers: 8 for 8.0",
+        ),
+        (
+            {"memory_override": {1: 8}},
+            f"a dict {{glob: one of {BITS}}}",
+        ),
+        (
+            {"memory_override": "fc1"},
+            f"a dict {{glob: one of {BITS}}}",
+        ),
         ({"keep_head": 1.0}, "[True, False]"),
         ({"lqs": ["auto"]}, "['auto', 'off']"),
         ({"memory_min_bytes": 64.0}, "number of bytes"),

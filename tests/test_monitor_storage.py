@@ -16,7 +16,7 @@ from hot_compile.config import UNCOMPRESSED, HotConfig
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing.gauge import Gauge
-from hot_compile.observing.raising import Stored, bits_of, raised_bits
+from hot_compile.observing.raising import Stored, asked_in, raised_bits
 from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.profile.profile import StorageMeasure
 
@@ -137,8 +137,9 @@ def test_the_reason_is_reported(caplog, tmp_path):
     reason = run.kept["1"].reason
     assert reason == f"monitor: {run.monitor.raised[SICK]}"
     report = MemoryReport(run.reports.graphs[-1].crossing, {"exact": Measured(1, 0, 1)})
-    assert "monitor: 8 bits" in str(report)
-    assert f"hot: {SICK} is stored more finely from now on: 8 bits" in caplog.text
+    assert "monitor: 6 bits around the batch's mean" in reason
+    assert "monitor: 6 bits around the" in str(report)
+    assert f"hot: {SICK} is stored more finely from now on: 6 bits around" in caplog.text
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert ["stored" in line for line in lines] == [False, True]  # the next step was looked at
     assert [line["step"] for line in lines] == [2, 3]
@@ -210,12 +211,14 @@ def test_a_new_monitor_starts_with_what_another_found():
     torch._dynamo.reset()
     again = Run(model, loss, hot_compile.Monitor(2, BUDGET, 1, raised=saved)).steps(6)
     assert len(again.reports.graphs) == 1
-    assert again.kept["1"].scheme == "rows8"
+    assert again.kept["1"].scheme == "around6"
     assert again.kept["1"].reason == f"monitor: {saved[SICK]}"
     assert again.worst < BUDGET
     options = {**ALWAYS, "monitor": again.monitor}
     told = hot_compile.explain(model, torch.randn(256, 128), options=options)
-    assert "1 (addmm) is stored as rows8: monitor: 8 bits: error" in str(told)
+    assert "1 (addmm) is stored as around6: monitor: 6 bits around the batch's mean: error" in str(
+        told
+    )
 
 
 def test_a_profile_that_has_become_wrong_is_corrected(monkeypatch, tmp_path):
@@ -228,8 +231,8 @@ def test_a_profile_that_has_become_wrong_is_corrected(monkeypatch, tmp_path):
     assert run.kept["1"].scheme == "int4"
     change()
     run.steps(8)
-    assert run.kept["1"].scheme == "rows8"
-    assert "monitor: 8 bits" in run.kept["1"].reason
+    assert run.kept["1"].scheme == "around6"
+    assert "monitor: 6 bits around" in run.kept["1"].reason
     assert run.worst < BUDGET
 
 
@@ -276,6 +279,25 @@ ERRORS = {
 }
 
 
+def test_the_offer_of_fewest_bytes_is_taken():
+    """One that is finer in what matters may take less than one of more bits."""
+    errors = {
+        "groups12": StorageMeasure(0.001, 0.0),
+        "rows8": StorageMeasure(0.05, 0.0),
+        "around6": StorageMeasure(0.04, 0.0),
+        "groups6": StorageMeasure(0.9, 0.0),
+    }
+    sizes = {"groups12": 1200, "rows8": 800, "around6": 700, "groups6": 600}
+    now = Stored("groups6", errors, sizes)
+    assert now.offer(0.2) == "6 bits around the batch's mean"
+    assert Stored("groups6", errors, {**sizes, "around6": 1100}).offer(0.2) == "8 bits"
+    assert now.offer(0.01) == "12 bits"
+    assert now.offer(1e-4) == "exact"
+    assert Stored("rows8", errors, sizes).offer(0.06) == "6 bits around the batch's mean"
+    raised = Stored("around6", errors, sizes).offer(0.01, "6 bits around the batch's mean: why")
+    assert raised == "12 bits"
+
+
 @pytest.mark.parametrize(
     ("scheme", "budget", "known", "bits"),
     [
@@ -288,11 +310,12 @@ ERRORS = {
         ("int4", 0.2, {"x": "8 bits: why"}, None),  # raised before: something else is wrong
         ("rows8", 0.01, {"x": "exact: why"}, None),
         ("int4", 0.1, {"x": "6 bits: why"}, 8),
+        ("rows8", 0.01, {"x": "8 bits: why"}, UNCOMPRESSED),
     ],
 )
 def test_bits_are_the_fewest_that_stay_within_the_share(scheme, budget, known, bits):
     found = raised_bits({"x": Stored(scheme, ERRORS)}, budget, known)
-    assert [bits_of(text) for text in found.values()] == ([] if bits is None else [bits])
+    assert [asked_in(text) for text in found.values()] == ([] if bits is None else [bits])
 
 
 @pytest.mark.parametrize("raised", [["x"], {"x": "finer"}, {"x": 8}, {"x": ""}])
@@ -303,12 +326,12 @@ def test_entries_that_do_not_fit_are_refused(raised):
 
 def test_the_last_glob_that_matches_counts():
     config = HotConfig.from_options({"memory_override": {"blocks.*": 8, "blocks.1.*": "exact"}})
-    assert config.fewest_bits("blocks.0.fc1:addmm") == 8
-    assert config.fewest_bits("blocks.1.fc1:addmm:1") == UNCOMPRESSED
-    assert config.fewest_bits("head:addmm") is None
+    assert config.asked_of("blocks.0.fc1:addmm") == 8
+    assert config.asked_of("blocks.1.fc1:addmm:1") == UNCOMPRESSED
+    assert config.asked_of("head:addmm") is None
     named = HotConfig.from_options({"memory_override": {"head": 8, "fc:addmm": 12}})
-    assert named.fewest_bits("head:addmm") == 8
-    assert [named.fewest_bits(f"fc:{op}") for op in ("addmm", "gelu")] == [12, None]
+    assert named.asked_of("head:addmm") == 8
+    assert [named.asked_of(f"fc:{op}") for op in ("addmm", "gelu")] == [12, None]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ class Gauge(Observer):
     def read_stored(self) -> dict[str, Stored]:
         """What crossed in the backwards since the last call, as far as that was measured."""
         told, self._told = self._told, []
-        return {fed.name: Stored(fed.scheme, fed.measures(errors)) for fed, errors in told}
+        return {
+            fed.name: Stored(fed.scheme, fed.measures(errors), fed.held) for fed, errors in told
+        }
 
     def read(self) -> Qualities | None:
         """What the backwards since the last call showed; what is not finite is left out.

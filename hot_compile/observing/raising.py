@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 from hot_compile.config import UNCOMPRESSED
@@ -11,6 +12,7 @@ from hot_compile.passes.profile.lqs import errors_of, stays_within
 from hot_compile.passes.profile.profile import StorageMeasure
 
 _EXACT = "exact"
+_AROUND = " around the batch's mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,23 +23,39 @@ class Stored:
     """As usual steps store it."""
     errors: Mapping[str, StorageMeasure]
     """By scheme, finest first: what storing it so does to the gradients that it feeds."""
+    held: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """By scheme: bytes that it takes; where that is not known bits count."""
 
     def over(self, budget: float) -> bool:
         """As it is stored it takes more than its share of ``budget``."""
         return self.scheme in self.errors and not stays_within(self.errors[self.scheme], budget)
 
-    def finer(self, budget: float) -> int:
-        """Bits of the next finer scheme that stays within its share; ``UNCOMPRESSED`` if none."""
-        now = Scheme(self.scheme).spec.bits
-        bits = {Scheme(s).spec.bits: m for s, m in self.errors.items()}
-        fit = (n for n in sorted(bits) if n > now and stays_within(bits[n], budget))
-        return next(fit, UNCOMPRESSED)
+    def offer(self, budget: float, known: str | None = None) -> str | None:
+        """The scheme of fewest bytes that stays within its share, in words; exact if none does.
+
+        ``known``: what it was raised to before. Then only more bytes count, so that this ends, and
+        None is what something else is wrong with.
+        """
+        now, least = Scheme(self.scheme), self._size(asked_in(known)) if known else -math.inf
+        fit = [Scheme(name) for name, m in self.errors.items() if stays_within(m, budget)]
+        finer = [s for s in fit if s.spec.around or s.spec.bits > now.spec.bits]
+        sizes = {s: self._size(asked_in(in_words(s))) for s in finer}
+        if least <= self._size(asked_in(in_words(now))):  # it is as it was raised to
+            finer = [s for s in finer if sizes[s] > least]
+        best = min(finer, key=lambda s: (sizes[s], -s.spec.bits), default=Scheme.EXACT)
+        return in_words(best) if sizes.get(best, math.inf) > least else None
+
+    def _size(self, asked: int | str) -> float:
+        """Bytes of what option ``memory_override`` asks for so; bits where they are not known."""
+        alike = {s for s in map(Scheme, self.errors) if asked_in(in_words(s)) == asked}
+        sizes = (float(self.held.get(s, s.spec.bits)) for s in alike)
+        return next(sizes, math.inf if asked == UNCOMPRESSED else 0.0)
 
 
 def raised_bits(
     seen: Mapping[str, Stored], budget: float, known: Mapping[str, str]
 ) -> dict[str, str]:
-    """Tensors to be stored in more bits than so far: how many, and why, in words.
+    """Tensors to be stored otherwise than so far: how, and why, in words.
 
     Args:
         seen: tensors by name, as one step had them.
@@ -47,24 +65,31 @@ def raised_bits(
     found = {}
     for name, tensor in seen.items():
         if tensor.over(budget):
-            bits = tensor.finer(budget)
-            if bits > bits_of(known.get(name, "0 bits")):
-                lost = errors_of(tensor.errors[tensor.scheme])
-                found[name] = f"{in_words(bits)}: error {lost} as {tensor.scheme}"
+            offer, lost = tensor.offer(budget, known.get(name)), tensor.errors[tensor.scheme]
+            if offer is not None:
+                found[name] = f"{offer}: error {errors_of(lost)} as {tensor.scheme}"
     return found
 
 
-def in_words(bits: int) -> str:
-    """``8 bits``, or ``exact``."""
-    return _EXACT if bits == UNCOMPRESSED else f"{bits} bits"
+def in_words(scheme: Scheme) -> str:
+    """``8 bits``, ``8 bits around the batch's mean``, or ``exact``."""
+    if scheme is Scheme.EXACT:
+        return _EXACT
+    return f"{scheme.spec.bits} bits{_AROUND if scheme.spec.around else ''}"
 
 
-def bits_of(text: str) -> int:
-    """The bits that a text of :func:`raised_bits` begins with. Raises ValueError if it has none."""
+def asked_in(text: str) -> int | str:
+    """What option ``memory_override`` has for a text of :func:`raised_bits`.
+
+    Raises ValueError if that does not begin as it should.
+    """
     what = text.split(":")[0]
-    return UNCOMPRESSED if what == _EXACT else int(what.removesuffix(" bits"))
+    if what == _EXACT:
+        return UNCOMPRESSED
+    bits = int(what.removesuffix(_AROUND).removesuffix(" bits"))
+    return f"around{bits}" if what.endswith(_AROUND) else bits
 
 
-def bits_by_tensor(raised: Mapping[str, str]) -> Iterable[tuple[str, int]]:
-    """(tensor, bits) for option ``memory_override``."""
-    return ((name, bits_of(text)) for name, text in raised.items())
+def bits_by_tensor(raised: Mapping[str, str]) -> Iterable[tuple[str, int | str]]:
+    """(tensor, how it is to be stored) for option ``memory_override``."""
+    return ((name, asked_in(text)) for name, text in raised.items())

@@ -58,6 +58,13 @@ class Scheme(str, Enum):
     GROUPS12 = "groups12"
     """12 uniform bits, two pieces of a group in planes of 16 and 8 bits, a bf16 scale a group: for
     what a softmax sees."""
+    AROUND12 = "around12"
+    """12 uniform bits of the distance from the batch's mean at each position; the mean in the
+    tensor's dtype. For samples that have far more in common than tells them apart."""
+    AROUND8 = "around8"
+    """The same in 8-bit codes."""
+    AROUND6 = "around6"
+    """The same in 6-bit codes."""
     GROUPS6 = "groups6"
     """6-bit codes, four pieces of a group in planes of 16 and 8 bits, a bf16 scale a group."""
     INT4 = "int4"
@@ -108,6 +115,8 @@ class Spec:
     """Relative error (RMS over RMS) of normally distributed values."""
     pieces: int = 1
     """That a group is packed in, where its elements share bytes: one of each piece a byte."""
+    around: Scheme | None = None
+    """How the distance from the batch's mean is stored, if that is what is."""
 
 
 SPECS: dict[Scheme, Spec] = {
@@ -122,6 +131,9 @@ SPECS: dict[Scheme, Spec] = {
     Scheme.CENTRED8_MASK: Spec(Unit.CENTRED_ROW, 8, 2, 62, 0.024),
     Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2),
     Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4),
+    Scheme.AROUND12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, around=Scheme.GROUPS12),
+    Scheme.AROUND8: Spec(Unit.GROUP, 8, 2, 126, 0.011, around=Scheme.GROUPS8),
+    Scheme.AROUND6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4, around=Scheme.GROUPS6),
     Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1, pieces=2),
     Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0),
 }

@@ -44,6 +44,8 @@ class Fed:
     """By scheme, finest first: the tensor -> as it is restored."""
     scheme: str = str(Scheme.EXACT)
     """What a usual step stores it as."""
+    held: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes that each of ``trips`` takes."""
 
     def errors(self, operands: Sequence[Tensor]) -> dict[str, Tensor]:
         """By scheme: relative error of each gradient, [gradients] fp32; the tensor comes first."""
@@ -123,7 +125,8 @@ def fed_by(
             masked = crosser.own_mask is not None
             trips = {str(s): _round_trip(crosser, s.masked if masked else s) for s in rounded}
             scheme = str(chosen.get(crosser, Scheme.EXACT).plain)
-            fed = Fed(names[crosser.saved], part.module(), part.own, trips, scheme)
+            held = {str(s): crosser.held(s) for s in rounded}
+            fed = Fed(names[crosser.saved], part.module(), part.own, trips, scheme, held)
             result.append((fed, (saved, *part.operands)))
     return result
 
@@ -209,7 +212,7 @@ def _round_trip(crosser: Crosser, scheme: Scheme) -> fx.GraphModule:
     emit = Emitter(graph, output, saved)
     stored = in_order(emit, saved)
     mask = None if scheme is scheme.plain else emit(aten.gt.Scalar, stored, 0)
-    parts = pack(emit, stored, scheme, mask)
+    parts = pack(emit, stored, scheme, mask, sample=crosser.sample or ())
     output.args = (unpack(emit, parts, stored.meta["val"], scheme),)
     return _runnable(graph)
 

@@ -20,9 +20,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from hot_compile.passes.base.graph import is_tangent, placeholders, returned
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of, hint
-from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Judge, base, saved_pairs
-from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.readers import read
 
 _READERS = "readers"
@@ -115,7 +113,7 @@ class _Cut:
         crossers = [self._judge(there, later, cuts) for there, later in (*pairs, *rest)]
         if any(c.schemes == (Scheme.EXACT,) for c in crossers):
             return []
-        cost = sum(packed_bytes(in_memory(c.saved), c.schemes[1]) for c in crossers)
+        cost = sum(c.held(c.schemes[1]) for c in crossers)
         return pairs if cost <= bytes_of(saved.meta["val"]) else []
 
     def _cuts(

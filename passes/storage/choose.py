@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
+from typing import TypeAlias
 
 from torch import fx
 
@@ -14,15 +15,16 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.profile.lqs import storable
 from hot_compile.passes.profile.profile import StorageMeasure
-from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import UNCHECKED, Crosser, base
-from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.prices import StoragePrice, held_bytes
 
+_EXACT = (Scheme.EXACT,)
 TRUSTED_BITS = 6
 """Fewest bits of what was not measured, unless the user says otherwise."""
 _MEASURED_BITS = 4
 
+Asked: TypeAlias = int | Scheme
+"""What an option or a monitor asks for a tensor: bits at least, or one scheme."""
 Measured = Mapping[Crosser, Mapping[str, StorageMeasure]]
 """What a profile knows of tensors: errors by scheme."""
 
@@ -33,7 +35,7 @@ def plan_storage(
     price: StoragePrice | None = None,
     won: float = 0.0,
     measured: Measured | None = None,
-    fewest: Mapping[Crosser, int] | None = None,
+    asked: Mapping[Crosser, Asked] | None = None,
 ) -> dict[Crosser, Scheme]:
     """How each crossing tensor is stored.
 
@@ -50,12 +52,12 @@ def plan_storage(
         price: seconds that storing takes; wanted by ``memory="free"``.
         won: seconds that layers win, for ``memory="free"`` to spend.
         measured: by tensor, as far as it was.
-        fewest: bits that some of them have at least, whatever else is said.
+        asked: how some of them are to be stored, or in how many bits at least, whatever else is
+            said.
     """
     if config.memory is Memory.OFF:
         return {}
-    known, own = measured or {}, fewest or {}
-    ladders = _together({c: _ladder(c, config, known.get(c), own.get(c, 0)) for c in found})
+    ladders = _ladders(found, config, measured or {}, asked or {})
     if config.memory is Memory.FREE:
         return _paid_for(ladders, price, won)
     if config.memory_budget is None or isinstance(config.memory_budget, str):
@@ -94,7 +96,7 @@ def worth_it(
 def _offer(pairs: Sequence[tuple[Crosser, Scheme]], price: StoragePrice) -> _Offer:
     seconds = sum(price(crosser, scheme) or 0.0 for crosser, scheme in pairs)
     whole = sum(bytes_of(crosser.saved.meta["val"]) for crosser, _ in pairs)
-    held = sum(packed_bytes(in_memory(crosser.saved), scheme) for crosser, scheme in pairs)
+    held = sum(crosser.held(scheme) for crosser, scheme in pairs)
     return _Offer(tuple(pairs), seconds, whole - held)
 
 
@@ -120,7 +122,7 @@ def plan_within(
     allowed: int,
     price: StoragePrice | None = None,
     measured: Measured | None = None,
-    fewest: Mapping[Crosser, int] | None = None,
+    asked: Mapping[Crosser, Asked] | None = None,
     host: StoragePrice | None = None,
 ) -> Within:
     """As few tensors stored, cheapest in time first, then by error, as keep within ``allowed``.
@@ -132,11 +134,10 @@ def plan_within(
     Args:
         rise: bytes that a step adds with tensors stored so, and some of them in host memory.
         allowed: bytes that it may add.
-        found, config, price, measured, fewest: as for :func:`plan_storage`.
+        found, config, price, measured, asked: as for :func:`plan_storage`.
         host: seconds of a tensor's way to the host and back, None where it has none.
     """
-    known, own = measured or {}, fewest or {}
-    ladders = _together({c: _ladder(c, config, known.get(c), own.get(c, 0)) for c in found})
+    ladders = _ladders(found, config, measured or {}, asked or {})
     if config.memory is Memory.OFF:
         ladders = {}
     chosen: dict[Crosser, Scheme] = {}
@@ -168,9 +169,9 @@ def _cheapest_first(
     """Every step down every ladder by seconds, then by error, per byte; none before a finer one."""
     steps = []
     for crosser, ladder in ladders.items():
-        value, so_far = in_memory(crosser.saved), (0.0, 0.0)
+        so_far = (0.0, 0.0)
         for depth, (finer, coarser) in enumerate(pairwise(ladder)):
-            saved = max(1, packed_bytes(value, finer) - packed_bytes(value, coarser))
+            saved = max(1, crosser.held(finer) - crosser.held(coarser))
             seconds = _seconds(crosser, coarser, price) - _seconds(crosser, finer, price)
             error = coarser.spec.error - finer.spec.error
             so_far = max(so_far, (max(0.0, seconds) / saved, error / saved))
@@ -212,23 +213,31 @@ def _seconds(crosser: Crosser, scheme: Scheme, price: StoragePrice | None) -> fl
     return price(crosser, _with_mask(crosser, scheme)) or 0.0
 
 
+def _ladders(
+    found: Sequence[Crosser], config: HotConfig, measured: Measured, asked: Mapping[Crosser, Asked]
+) -> dict[Crosser, tuple[Scheme, ...]]:
+    return _together({c: _ladder(c, config, measured.get(c), asked.get(c, 0)) for c in found})
+
+
 def _ladder(
     crosser: Crosser,
     config: HotConfig,
     measured: Mapping[str, StorageMeasure] | None,
-    asked: int,
+    asked: Asked,
 ) -> tuple[Scheme, ...]:
-    """What ``crosser`` may be stored as under ``config``, finest first; the last is the goal.
-
-    ``asked``: bits that it has at least.
-    """
+    """What ``crosser`` may be stored as under ``config``, finest first; the last is the goal."""
     if config.memory is Memory.PAPER and not crosser.feeds_product:
-        return (Scheme.EXACT,)
+        return _EXACT
+    if isinstance(asked, Scheme):
+        return (*_EXACT, asked) if asked in crosser.measurable and asked not in _EXACT else _EXACT
     judged = measured if measured and config.error_budget is not None else None
     fewest = max(usual_bits(config, judged is not None), asked)
+    if _keeps_eight_bits(crosser, config, bool(judged)):
+        fewest = max(fewest, Scheme.ROWS8.spec.bits)
     schemes = storable(crosser.measurable, judged, config) if judged else crosser.schemes
-    ladder = tuple(s for s in schemes if s in (Scheme.EXACT, Scheme.BITS) or s.spec.bits >= fewest)
-    return ladder[:2] if _keeps_eight_bits(crosser, config, bool(judged)) else ladder
+    if asked == Scheme.GROUPS12.spec.bits and crosser.schemes != _EXACT:
+        schemes = tuple(s for s in crosser.measurable if s in (*schemes, Scheme.GROUPS12))
+    return tuple(s for s in schemes if s in (Scheme.EXACT, Scheme.BITS) or s.spec.bits >= fewest)
 
 
 def usual_bits(config: HotConfig, judged: bool) -> int:
@@ -243,7 +252,7 @@ def _keeps_eight_bits(crosser: Crosser, config: HotConfig, judged: bool) -> bool
     asked = config.memory_budget is not None
     if crosser.norm:
         return not asked or (config.memory_bits or TRUSTED_BITS) > Scheme.INT4.spec.bits
-    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.by_measure
+    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.absolute
     return image and not asked
 
 
@@ -326,9 +335,8 @@ def _steps(
     """(error per byte, bytes saved, tensor, scheme) of every step down every ladder."""
     steps = []
     for crosser, ladder in ladders.items():
-        value = in_memory(crosser.saved)
         for finer, coarser in pairwise(ladder):
-            saved = packed_bytes(value, finer) - packed_bytes(value, coarser)
+            saved = crosser.held(finer) - crosser.held(coarser)
             error = coarser.spec.error - finer.spec.error
             steps.append((error / max(1, saved), saved, crosser, coarser))
     return steps

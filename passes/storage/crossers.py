@@ -27,10 +27,11 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
 from hot_compile.passes.layers.match import GraphInputs
+from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.differences import DIFFERENCED
-from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
 from hot_compile.passes.storage.normalised import is_normalised
 from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.readers import (
@@ -87,7 +88,11 @@ class Crosser:
     """What it may be stored as, finest first; only ``exact`` where ``reason`` says why."""
     reason: str = ""
     by_measure: tuple[Scheme, ...] = ()
-    """Coarser ones, which its readers are not proven to tolerate: for what was measured."""
+    """Others, for what was measured: finer, or not proven to be tolerated by its readers."""
+    sample: Sample | None = None
+    """Where it has the samples of a batch, if it has."""
+    absolute: bool = False
+    """A softmax sees it: its errors count by their size."""
     feeds_product: bool = False
     """A layer's product reads it as it is: the x of the paper's ABC."""
     norm: bool = False
@@ -105,7 +110,12 @@ class Crosser:
     @property
     def measurable(self) -> tuple[Scheme, ...]:
         """What it may be stored as if that was measured, finest first."""
-        return (*self.schemes, *self.by_measure)
+        others = (s for s in self.by_measure if s not in self.schemes)
+        return tuple(sorted((*self.schemes, *others), key=self.held, reverse=True))
+
+    def held(self, scheme: Scheme) -> int:
+        """Bytes of it stored so, without masks; sizes by hint."""
+        return packed_bytes(in_memory(self.saved), scheme, self.sample or ())
 
     @property
     def module(self) -> str:
@@ -164,11 +174,14 @@ class Judge:
         masks = [self._in_forward(mask) for mask in reading.masks]
         if None in masks:
             return Crosser(saved, restored, _EXACT, "compared in the backward alone")
+        sample = sample_of(saved, in_memory(saved))
         found = Crosser(
             saved,
             restored,
             possible,
-            by_measure=_on_trial(reading),
+            by_measure=_on_trial(reading, sample),
+            sample=sample,
+            absolute=reading.fine,
             feeds_product=reading.product,
             norm=reading.rows,
             masks=tuple(mask for mask in masks if mask),
@@ -312,10 +325,14 @@ def _fine(crosser: Crosser) -> Crosser:
     return dataclasses.replace(crosser, schemes=schemes, by_measure=(*coarse, *crosser.by_measure))
 
 
-def _on_trial(reading: Reading) -> tuple[Scheme, ...]:
-    """What a softmax sees errs absolutely: how much 8 bits cost depends on how large it is."""
+def _on_trial(reading: Reading, sample: Sample | None) -> tuple[Scheme, ...]:
+    """What a softmax sees errs absolutely: how much 8 bits cost depends on how large it is. What
+    else may be rounded may be so more finely, and around what samples have in common."""
     assert reading.chain is not None
-    return (Scheme.GROUPS8,) if reading.fine and reading.chain.plain else ()
+    if reading.fine:
+        return (Scheme.GROUPS8,) if reading.chain.plain else ()
+    around = (s for s in Scheme if s.spec.around and sample is not None)
+    return (Scheme.GROUPS12, *around)
 
 
 def _centred(saved: fx.Node, reading: Reading) -> Scheme:
@@ -369,7 +386,7 @@ def _tried(crosser: Crosser, reading: Reading, centred: bool) -> Crosser:
             kept.append(scheme)
             break
     if len(kept) == 1:
-        return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
+        return dataclasses.replace(crosser, schemes=_EXACT, by_measure=(), masks=(), reason=problem)
     return dataclasses.replace(crosser, schemes=tuple(kept))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.storage.around import Sample, mean_bytes
 from hot_compile.runtime.planes import MASK_BITS
 
 GROUP = 128
@@ -74,10 +75,12 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
     return Layout(tuple(order), outer, (run // lanes // group, group, lanes), (-2,))
 
 
-def packed_bytes(value: Tensor, scheme: Scheme) -> int:
+def packed_bytes(value: Tensor, scheme: Scheme, sample: Sample = ()) -> int:
     """Bytes of ``value`` (fake) stored by ``scheme``, its scales included; sizes by hint."""
     if scheme is Scheme.EXACT:
         return bytes_of(value)
+    if scheme.spec.around:
+        return packed_bytes(value, scheme.spec.around) + mean_bytes(value, sample)
     layout, spec = layout_of(value, scheme), scheme.spec
     assert isinstance(layout, Layout), layout
     elements = bytes_of(value) // value.dtype.itemsize

@@ -7,7 +7,6 @@ one kernel that reads the tensor once.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,6 +16,7 @@ from torch import Tensor, fx
 from hot_compile.passes.base.emit import Emitter, prims
 from hot_compile.passes.base.graph import CHANNEL_DIM, aten
 from hot_compile.passes.base.schemes import Scheme, Unit
+from hot_compile.passes.storage.around import Sample, less_batch_mean, plus_batch_mean
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.runtime import coding, planes, pointwise
 from hot_compile.runtime.planes import MASK_BITS, STEPS12, UPPER_HALF, WHOLE, WHOLE_WORD
@@ -33,6 +33,7 @@ def pack(
     scheme: Scheme,
     mask: fx.Node | None = None,
     mean: fx.Node | None = None,
+    sample: Sample = (),
 ) -> tuple[fx.Node, ...]:
     """Nodes that hold ``x`` as ``scheme``: packed tensors, then their scales.
 
@@ -41,14 +42,19 @@ def pack(
         scheme: one that ``layout_of`` allows.
         mask: bool and laid out as ``x``: goes into the bytes of a scheme that holds one.
         mean: of each channel, shaped to broadcast with ``x``, if it is known already.
+        sample: ``sample_of`` x, wanted by schemes around the batch's mean.
     """
     if scheme is Scheme.EXACT:
         return (x,)
+    if scheme.spec.around:
+        distance, common = less_batch_mean(emit, x, sample)
+        return *pack(emit, distance, scheme.spec.around), common
     coding.lowered()
     layout = layout_of(x.meta["val"], scheme)
     assert isinstance(layout, Layout), layout
-    if scheme in _SHARING:
-        return _SHARING[scheme].write(emit, x, layout)
+    if coder := _coder(scheme):
+        write, _ = coder
+        return write(emit, x, layout, scheme)
     values = emit.cast(_cut(emit, x, layout), torch.float32)
     centre: tuple[fx.Node, ...] = ()
     unit = scheme.spec.unit
@@ -79,6 +85,11 @@ def unpack(emit: Emitter, parts: tuple[fx.Node, ...], like: Tensor, scheme: Sche
     """Node that has ``like``'s shape, dtype and order of strides, from what ``pack`` made."""
     if scheme is Scheme.EXACT:
         return parts[0]
+    if scheme.spec.around:
+        *parts_of_distance, common = parts
+        wide = like.to(torch.float32)
+        distance = unpack(emit, tuple(parts_of_distance), wide, scheme.spec.around)
+        return plus_batch_mean(emit, distance, common, like)
     if scheme.spec.unit is Unit.CHANNEL:
         return _restore_channels(emit, parts, like, scheme)
     flat = emit.cast(_restore(emit, parts, scheme), like.dtype)
@@ -106,7 +117,7 @@ def totals(
     if scheme is not Scheme.GROUPS12 or not along or length % layout.cut[1]:
         values = emit.cast(unpack(emit, parts, fake, scheme), torch.float32)
         return emit(aten.sum.dim_IntList, values, [dim], True)
-    codes, scale = _codes_12(emit, x, layout)
+    codes, scale = _codes(emit, x, layout, scheme)
     numbers = (emit.cast(code, torch.float32) for code in codes)
     sums = (emit(aten.sum.dim_IntList, number, [-2], True) for number in numbers)
     shares = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), 1 / STEPS12)
@@ -147,8 +158,9 @@ def _laid_out(
 
 
 def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
-    if scheme in _SHARING:
-        return _SHARING[scheme].restore(emit, *parts)
+    if coder := _coder(scheme):
+        _, restore = coder
+        return restore(emit, parts, scheme)
     code, scale, *centre = parts
     values = _decode(emit, _without_mask(emit, code, scheme), scale, scheme.spec.levels)
     return emit(aten.add.Tensor, values, centre[0]) if centre else values
@@ -290,80 +302,64 @@ def _pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[f
     return [emit.cast(piece, torch.float32) for piece in in_pieces(emit, x, layout, scheme)]
 
 
-def _absmax(emit: Emitter, pieces: Sequence[fx.Node]) -> fx.Node:
-    return emit(torch.ops.hot.group_size.default, list(pieces))
+def _pack_planes(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> tuple[fx.Node, ...]:
+    codes, scale = _codes(emit, x, layout, scheme)
+    return *_planes(emit, codes, scheme), emit.cast(scale, torch.bfloat16)
 
 
-def _pack_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    codes, scale = _codes_12(emit, x, layout)
-    return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
-
-
-def _codes_12(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[list[fx.Node], fx.Node]:
+def _codes(
+    emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme
+) -> tuple[list[fx.Node], fx.Node]:
     """(codes of each piece, int32; scales of the groups)."""
-    pieces = _pieces(emit, x, layout, Scheme.GROUPS12)
-    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
-    reciprocal = _reciprocal(emit, emit(aten.mul.Tensor, scale, 1 / STEPS12))
-    codes = [_code(emit, piece, reciprocal, STEPS12, root=False) for piece in pieces]
-    return codes, scale
+    pieces, levels = _pieces(emit, x, layout, scheme), scheme.spec.levels
+    scale = _as_float(emit, _scale_word(emit, emit(torch.ops.hot.group_size.default, pieces)))
+    step = scale if levels else emit(aten.mul.Tensor, scale, 1 / STEPS12)
+    reciprocal = _reciprocal(emit, step)
+    coded = [_code(emit, p, reciprocal, levels or STEPS12, root=bool(levels)) for p in pieces]
+    return coded, scale
 
 
-def _unpack_12(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    return _from_planes(emit, parts, Scheme.GROUPS12.spec.pieces, STEPS12, root=False)
+def _planes(emit: Emitter, codes: Sequence[fx.Node], scheme: Scheme) -> list[fx.Node]:
+    """Signed codes, one a piece: their upper bits in one word, then the rest as uint8.
 
-
-def _pack_6(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    pieces = _pieces(emit, x, layout, Scheme.GROUPS6)
-    scale = _as_float(emit, _scale_word(emit, _absmax(emit, pieces)))
-    reciprocal = _reciprocal(emit, scale)
-    levels = Scheme.GROUPS6.spec.levels
-    codes = [_code(emit, piece, reciprocal, levels) for piece in pieces]
-    return *_planes(emit, codes), emit.cast(scale, torch.bfloat16)
-
-
-def _unpack_6(emit: Emitter, *parts: fx.Node) -> fx.Node:
-    spec = Scheme.GROUPS6.spec
-    return _from_planes(emit, parts, spec.pieces, spec.levels, root=True)
-
-
-def _planes(emit: Emitter, codes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Signed codes of 24 bits in all, one a piece: their upper bits, then the rest as uint8.
-
-    The upper bits are one int16 on a GPU, where whoever restores an element reads every plane; two
-    bytes on a CPU, whose vectors Inductor does not make of int16.
+    The upper bits are one int16 or int32 on a GPU, where whoever restores an element reads every
+    plane; bytes on a CPU, whose vectors Inductor does not make of int16.
     """
-    high, low = 16 // len(codes), 8 // len(codes)
-    half = len(codes) // 2
+    low = 8 // len(codes)
+    high = scheme.spec.bits - low
     plane = torch.ops.hot.plane.default
     rest = emit(plane, codes, 0, low, torch.uint8)
     if _on_gpu(rest):
-        return [emit(plane, codes, low, high, torch.int16), rest]
-    upper = (emit(plane, part, low, high, torch.uint8) for part in (codes[:half], codes[half:]))
-    return [*upper, rest]
+        word = torch.int16 if high * len(codes) == 16 else torch.int32
+        return [emit(plane, codes, low, high, word), rest]
+    a_byte = 8 // high
+    parts = (codes[first : first + a_byte] for first in range(0, len(codes), a_byte))
+    return [*(emit(plane, list(part), low, high, torch.uint8) for part in parts), rest]
 
 
-def _from_planes(
-    emit: Emitter, parts: Sequence[fx.Node], pieces: int, levels: int, root: bool
-) -> fx.Node:
+def _from_planes(emit: Emitter, parts: Sequence[fx.Node], scheme: Scheme) -> fx.Node:
     """What ``_decode`` makes of all pieces' codes.
 
     On a GPU one operator, whose kernel finds each element's own code. On a CPU the pieces are
     restored one by one, in vectors, and put side by side.
     """
     *words, scale = parts
+    spec = scheme.spec
+    pieces, levels, root = spec.pieces, spec.levels or STEPS12, spec.levels > 0
     if _on_gpu(scale):
         planes.lowered()
         return emit(torch.ops.hot.restored_planes.default, *parts, pieces, levels, root)
-    high, low = 16 // pieces, 8 // pieces
-    wide = [emit.cast(word, torch.int32) for word in words]
+    low = 8 // pieces
+    high = spec.bits - low
+    *upper, rest = (emit.cast(word, torch.int32) for word in words)
     restored = []
     for number in range(pieces):
-        byte, place = divmod(number, pieces // 2)
+        byte, place = divmod(number, 8 // high)
         # shifted up to the sign and down again: a field's number, and what lay below it
-        code = emit(_LEFT, wide[byte], 32 - high * (place + 1))
+        code = emit(_LEFT, upper[byte], 32 - high * (place + 1))
         code = emit(_RIGHT, code, 32 - high - low)
         code = emit(aten.bitwise_and.Scalar, code, -(1 << low))
-        lower = _field(emit, wide[2], number * low, bits=low)
+        lower = _field(emit, rest, number * low, bits=low)
         code = emit(aten.bitwise_or.Tensor, code, lower)
         restored.append(_decode(emit, code, scale, levels, root))
     return emit(aten.cat.default, restored, -2)
@@ -397,8 +393,8 @@ def _field(emit: Emitter, words: fx.Node, shift: fx.Node | int, bits: int) -> fx
     return emit(aten.bitwise_and.Scalar, emit(by, words, shift), (1 << bits) - 1)
 
 
-def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
-    first, second = _pieces(emit, x, layout, Scheme.INT4)
+def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> tuple[fx.Node, ...]:
+    first, second = _pieces(emit, x, layout, scheme)
     low = emit(aten.amin.default, emit(aten.minimum.default, first, second), [-2], True)
     high = emit(aten.amax.default, emit(aten.maximum.default, first, second), [-2], True)
     minimum_word = _minimum_word(emit, low)
@@ -418,7 +414,8 @@ def _pack_int4(emit: Emitter, x: fx.Node, layout: Layout) -> tuple[fx.Node, ...]
     return emit.cast(packed, torch.uint8), word
 
 
-def _unpack_int4(emit: Emitter, packed: fx.Node, word: fx.Node) -> fx.Node:
+def _unpack_int4(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
+    packed, word = parts
     if _on_gpu(packed):
         planes.lowered()
         return emit(torch.ops.hot.restored_nibbles.default, packed, word)
@@ -454,7 +451,7 @@ def _as_float(emit: Emitter, bits: fx.Node) -> fx.Node:
     return emit(aten.view.dtype, bits, torch.float32)
 
 
-def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> tuple[fx.Node, ...]:
+def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout, scheme: Scheme) -> tuple[fx.Node, ...]:
     memory = emit.permute(mask, layout.order)
     outer = [emit.size(memory, dim) for dim in range(layout.outer)]
     lanes = emit(aten.view.default, memory, [*outer, MASK_BITS, layout.cut[1] // MASK_BITS])
@@ -467,7 +464,8 @@ def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout) -> tuple[fx.Node, .
     return (packed,)
 
 
-def _unpack_bits(emit: Emitter, packed: fx.Node) -> fx.Node:
+def _unpack_bits(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.Node:
+    (packed,) = parts
     if _on_gpu(packed):
         planes.lowered()
         return emit(torch.ops.hot.restored_bits.default, packed)
@@ -481,18 +479,19 @@ def _reciprocal(emit: Emitter, scale: fx.Node) -> fx.Node:
     return emit(aten.reciprocal.default, emit(aten.clamp_min.default, scale, _TINY))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Coder:
-    """How a scheme is written and restored."""
-
-    write: Callable[[Emitter, fx.Node, Layout], tuple[fx.Node, ...]]
-    restore: Callable[..., fx.Node]
+Restore = Callable[[Emitter, tuple[fx.Node, ...], Scheme], fx.Node]
 
 
-_SHARING: dict[Scheme, _Coder] = {
-    Scheme.GROUPS12: _Coder(_pack_12, _unpack_12),
-    Scheme.GROUPS6: _Coder(_pack_6, _unpack_6),
-    Scheme.INT4: _Coder(_pack_int4, _unpack_int4),
-    Scheme.BITS: _Coder(_pack_bits, _unpack_bits),
+def _coder(scheme: Scheme) -> tuple[Callable[..., tuple[fx.Node, ...]], Restore] | None:
+    """How a scheme in which elements share bytes is written and restored; None of any other, in
+    which each has a byte of its own."""
+    if scheme in _OWN:
+        return _OWN[scheme]
+    return (_pack_planes, _from_planes) if scheme.spec.pieces > 1 else None
+
+
+_OWN: dict[Scheme, tuple[Callable[..., tuple[fx.Node, ...]], Restore]] = {
+    Scheme.INT4: (_pack_int4, _unpack_int4),
+    Scheme.BITS: (_pack_bits, _unpack_bits),
 }
-"""Schemes in which elements share bytes; in all others each has a byte of its own."""
+"""What is coded otherwise than by its fourth root or a uniform grid around zero."""

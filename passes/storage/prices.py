@@ -17,9 +17,7 @@ from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_pointwise, stri
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser
-from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.norms import REDUCTIONS
 
 StoragePrice = Callable[[Crosser, Scheme], float | None]
@@ -48,6 +46,8 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
         packed = held / rates.copy + _arithmetic(whole + held, rates)
     if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(whole, held, rates)
+    if scheme.spec.around:  # its mean is found by a kernel that reads all of it
+        packed += whole / rates.copy + rates.start
     return packed + restored
 
 
@@ -95,13 +95,13 @@ def _read_less(whole: int, held: int, rates: Rates) -> float:
 
 def held_bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
     """(whole, as ``scheme`` holds it)."""
-    value = in_memory(crosser.saved)
+    value = crosser.saved.meta["val"]
     whole = bytes_of(value)
     if scheme is Scheme.EXACT:
         return whole, whole
     if set(crosser.restored.users) <= {mask.node for mask in crosser.masks}:
         return whole, len(crosser.masks) * whole // value.dtype.itemsize // _MASK_BITS
-    return whole, packed_bytes(value, scheme)
+    return whole, crosser.held(scheme)
 
 
 def _packed_by_another(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
+from hot_compile.passes.storage.choose import Asked
 from hot_compile.passes.storage.crossers import Crosser, is_packed
 
 
@@ -49,7 +50,7 @@ def crossing(
     stored: Mapping[Crosser, tuple[Scheme, tuple[fx.Node, ...]]],
     seconds: Mapping[Crosser, float | None],
     verdicts: Mapping[Crosser, str] | None = None,
-    fewest: Mapping[Crosser, int] | None = None,
+    asked: Mapping[Crosser, Asked] | None = None,
     hosted: Set[Crosser] = frozenset(),
 ) -> tuple[Crossing, ...]:
     """The record of ``found``, largest first.
@@ -59,7 +60,7 @@ def crossing(
         stored: scheme and nodes of those that are stored otherwise than as they are.
         seconds: what that costs, as predicted before it was done.
         verdicts: what was measured of some of them, in words.
-        fewest: bits that were asked for some of them.
+        asked: how some of them were to be stored.
         hosted: those of them that wait in host memory.
     """
     kept, told = [], verdicts or {}
@@ -80,8 +81,12 @@ def crossing(
             packed=is_packed(crosser.saved),
             parts=tuple(node.name for node in nodes),
             seconds=seconds.get(crosser, 0.0) if crosser in stored else 0.0,
-            asked_bits=(fewest or {}).get(crosser, 0),
+            asked_bits=_bits((asked or {}).get(crosser, 0)),
             host_bytes=size if away else 0,
         )
         kept.append(entry)
     return tuple(sorted(kept, key=lambda c: (-c.bytes, c.name)))
+
+
+def _bits(asked: Asked) -> int:
+    return asked.spec.bits if isinstance(asked, Scheme) else asked

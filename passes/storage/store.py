@@ -31,6 +31,7 @@ from hot_compile.passes.base.graph import (
 )
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
+from hot_compile.passes.storage.around import Sample
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
 from hot_compile.passes.storage.layout import Layout, layout_of
@@ -99,7 +100,8 @@ class _Edit:
         slot.remove(crosser.saved)
         if arriving.users:
             mask = None if scheme is scheme.plain else crosser.own_mask
-            slot += self._store(crosser.saved, arriving, arriving, scheme, host, mask)
+            given = crosser.saved, arriving, arriving
+            slot += self._store(*given, scheme, host, mask, crosser.sample or ())
         self._backward.erase_node(arriving)
         return tuple(slot)
 
@@ -124,6 +126,7 @@ class _Edit:
         scheme: Scheme,
         host: bool,
         mask: Mask | None = None,
+        sample: Sample = (),
     ) -> tuple[fx.Node, ...]:
         """Pack ``saved`` in the forward and give the users of the backward's ``wanted`` its value.
 
@@ -135,7 +138,8 @@ class _Edit:
         emit = Emitter(self._forward, place, saved)
         stored = in_order(emit, saved)
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
-        parts = pack(emit, stored, scheme, None if mask is None else _make(mask, emit), mean)
+        own = None if mask is None else _make(mask, emit)
+        parts = pack(emit, stored, scheme, own, mean, sample)
         there = () if mean is None or mean not in self._arriving else (self._arriving[mean],)
         parts = parts[: len(parts) - len(there)]  # the backward has the mean anyway
         shares = _share_of_sum(emit, saved, stored, parts, scheme)
