@@ -6,8 +6,8 @@
 
 First each case's ends: stock Inductor's peak, and the least that hot's storage reaches; and stock
 with every block checkpointed by its library. Between the ends, at equal distances, and at what
-checkpointing needs, ``memory_budget`` with these bytes and, beside it, stock with torch's own
-``activation_memory_budget``. Below, where tensors have to wait in host memory, ``memory_budget``
+checkpointing needs, ``peak_budget`` with these bytes and, beside it, stock with torch's own
+``activation_memory_budget``. Below, where tensors have to wait in host memory, ``peak_budget``
 alone: what is less than possible is a row with the error. A process a configuration: up to
 ``--jobs`` of them compile at once, and are timed one by one. Peaks are all that stands in the
 device's memory, weights included. A process that fails, or takes longer than ``--limit``, is a row
@@ -85,7 +85,7 @@ def configurations(ends: list[Row], points: int, below: bool) -> list[tuple[str,
 
 
 def _within(asked: int) -> tuple[str, int]:
-    return f"hot:memory_budget={asked / 2**20:.1f}MiB", asked
+    return f"hot:peak_budget={asked / 2**20:.1f}MiB", asked
 
 
 def measure(

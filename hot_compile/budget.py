@@ -1,4 +1,4 @@
-"""``options={"memory_budget": "16GiB"}``: a budget of what the device's memory rises to in a step.
+"""``options={"peak_budget": "16GiB"}``: a budget of what the device's memory rises to in a step.
 
 What a graph may add is what is asked for less what stands when it is compiled; a prediction says
 what to recompute and store to that end (``passes/storage/within.py``). On a GPU the allocator then
@@ -218,7 +218,7 @@ class Ledger:
         if abs(excess) > _TOLERANCE * self.asked and total:
             part = excess / self._slope(peak, calls, alone) / total
             changed = [s for s, room in rooms.items() if room and s.correct(part * room, alone)]
-        log.info("hot: memory_budget: peak %s of %s", *map(memory_text, (peak, self.asked)))
+        log.info("hot: peak_budget: peak %s of %s", *map(memory_text, (peak, self.asked)))
         for share in changed:
             forget(share.code)
         if changed:
@@ -241,7 +241,7 @@ class Ledger:
 
 def _exceeded(peak: int, asked: int) -> str:
     return (
-        f"memory_budget was not met: {memory_text(asked)} were asked for, steps rose to "
+        f"peak_budget was not met: {memory_text(asked)} were asked for, steps rose to "
         f"{memory_text(peak)}. {LESS}"
     )
 

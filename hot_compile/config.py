@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
+from . import parsers
 from .errors import OptionError
 from .sizes import memory_bytes
 
@@ -139,10 +139,12 @@ class HotConfig:
     """(glob, bits) pairs: fewest bits, 6, 8, 12 or ``UNCOMPRESSED``, of what a module makes
     (``blocks.3.mlp.fc1``), or of one tensor by its name in a profile (``blocks.3.mlp.fc1:addmm``);
     the last match counts. It asks for more than ``memory_bits``, never for less. Or ``AROUND``."""
-    memory_budget: float | int | str | None = None
+    memory_budget: float | int | None = None
     """Held bytes per compiled graph (int), or a fraction (float) of what the graph would hold
-    uncompressed: tensors are compressed in order of error per byte until it is met. None: all. A
-    size ("16GiB"): the device's highest in a step, weights and all (docs/adr/0023)."""
+    uncompressed: tensors are compressed in order of error per byte until it is met. None: all."""
+    peak_budget: str | None = None
+    """The highest that the device's memory may rise to in a step, weights and all, e.g. "16GiB":
+    what does not fit is recomputed, stored, or waits in host memory (docs/adr/0023)."""
     memory_min_bytes: int = 2**16
     """Smaller tensors are not worth a kernel and stay exact."""
     keep_head: bool = True
@@ -214,16 +216,23 @@ class HotConfig:
         if fields.get("profile") is not None:  # what was calibrated is used as it is
             fields.setdefault("lqs", "off")
         config = dataclasses.replace(RECIPES[recipe], **fields)
-        if config.memory is Memory.FREE and config.memory_budget is not None:
-            wanted = "None beside memory='free', which has a budget of its own, of time"
-            raise OptionError.value("memory_budget", config.memory_budget, wanted)
+        budgets = [name for name in _BUDGETS if getattr(config, name) is not None]
+        if budgets and (config.memory is Memory.FREE or len(budgets) > 1):
+            other = "memory='free', which has a budget of its own, of time"
+            other = other if config.memory is Memory.FREE else f"{budgets[1]}, another budget"
+            wanted = f"None beside {other}"
+            raise OptionError.value(budgets[0], getattr(config, budgets[0]), wanted)
         return config
 
     @property
     def peak(self) -> int | None:
-        """Bytes that the device's memory may rise to in a step, if ``memory_budget`` says so."""
-        asked = self.memory_budget
-        return memory_bytes(asked) if isinstance(asked, str) else None
+        """Bytes of ``peak_budget``."""
+        return None if self.peak_budget is None else memory_bytes(self.peak_budget)
+
+    @property
+    def has_budget(self) -> bool:
+        """The user said how much memory may be used: storing is not limited by its time."""
+        return self.memory_budget is not None or self.peak_budget is not None
 
     def overridden(self, name: str) -> Strategy | None:
         """What ``override`` gives a layer of this name: the last glob that matches counts."""
@@ -292,6 +301,7 @@ RECIPES: dict[str, HotConfig] = {
 }
 
 
+_BUDGETS = ("memory_budget", "peak_budget")
 OBJECTS = frozenset({"monitor"})
 """Options that hold an object of the user's, which changes no code and is no part of the config."""
 
@@ -318,76 +328,25 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
     return ours, theirs
 
 
-def _choice(enum: type[Enum]) -> Any:
-    def parse(name: str, value: object) -> Enum:
-        try:
-            return enum(value)
-        except ValueError:
-            valid = [member.value for member in enum]
-            raise OptionError.value(name, value, f"one of {valid}") from None
-
-    return parse
-
-
-def _one_of(*valid: object) -> Any:
-    """One of these values and of its type: 8.0 is not 8, which names an operator's bits."""
-
-    def parse(name: str, value: object) -> object:
-        for choice in valid:
-            if type(value) is type(choice) and value == choice:
-                return value
-        raise OptionError.value(name, value, f"one of {list(valid)}{_meant(value, valid)}")
-
-    return parse
-
-
-def _meant(value: object, valid: Sequence[object]) -> str:
-    """What to write instead of a float that equals a valid whole number."""
-    whole = value in valid if isinstance(value, float) else False
-    return f", whole numbers: {int(value)} for {value}" if whole else ""  # type: ignore[call-overload]
-
-
-def _globs(name: str, value: object) -> tuple[str, ...]:
-    value = [value] if isinstance(value, str) else value
-    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-        return tuple(value)
-    raise OptionError.value(name, value, "a glob or a list of globs such as ['head*', '*.qkv']")
-
-
 def _strategy_list(name: str, value: object) -> tuple[Strategy, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or not values:
         valid = [member.value for member in Strategy]
         raise OptionError.value(name, value, f"a list of strategies out of {valid}")
-    return tuple(_choice(Strategy)(name, v) for v in values)
+    return tuple(parsers.choice(Strategy)(name, v) for v in values)
 
 
 def _overrides(name: str, value: object) -> tuple[tuple[str, Strategy], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise OptionError.value(name, value, "a dict {glob: strategy}")
-    return tuple((glob, _choice(Strategy)(name, v)) for glob, v in value.items())
+    return tuple((glob, parsers.choice(Strategy)(name, v)) for glob, v in value.items())
 
 
 def _bits_by_glob(name: str, value: object) -> tuple[tuple[str, int | str], ...]:
     bits: dict[Any, Any] = {6: 6, 8: 8, 12: 12, "exact": UNCOMPRESSED, **{w: w for w in AROUND}}
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise OptionError.value(name, value, f"a dict {{glob: one of {list(bits)}}}")
-    return tuple((glob, bits[_one_of(*bits)(name, v)]) for glob, v in value.items())
-
-
-def _ratio(name: str, value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    raise OptionError.value(name, value, "a number >= 0 (0: rewrite always; 1.05: the default)")
-
-
-def _count(least: int) -> Any:
-    def parse(name: str, value: object) -> int:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            return value
-        raise OptionError.value(name, value, f"a whole number >= {least}")
-
-    return parse
+    return tuple((glob, bits[parsers.one_of(*bits)(name, v)]) for glob, v in value.items())
 
 
 def _schedule(name: str, value: object) -> tuple[Phase, ...]:
@@ -414,87 +373,40 @@ def _schedule(name: str, value: object) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _budget(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    raise OptionError.value(name, value, "a relative error > 0 such as 0.2, or None")
-
-
-def _memory_budget(name: str, value: object) -> float | int | str | None:
-    fraction = isinstance(value, float) and 0 <= value <= 1
-    size = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if value is None or fraction or size:
-        return value  # type: ignore[return-value]
-    expected = "bytes (an int >= 0), a fraction (a float from 0.0 to 1.0), None, or, of a peak, "
-    if isinstance(value, str) and memory_bytes(value, name, expected):
-        return value
-    raise OptionError.value(name, value, f"{expected}a size such as '16GiB'")
-
-
-def _bytes(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise OptionError.value(name, value, "a number of bytes, an int >= 0")
-
-
-RATE_NAMES = (
-    *("float32", "bfloat16", "float16", "integer", "int4"),
-    *("transform", "launch", "copy", "packing", "host_copy"),
-)
-"""What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
-
-
-def _rates(name: str, value: object) -> tuple[tuple[str, float], ...]:
-    valid = isinstance(value, Mapping) and all(
-        key in RATE_NAMES and isinstance(rate, (int, float)) and rate > 0
-        for key, rate in value.items()
-    )
-    if not valid:
-        raise OptionError.value(name, value, f"a dict of positive numbers by {list(RATE_NAMES)}")
-    return tuple((key, float(rate)) for key, rate in value.items())  # type: ignore[attr-defined]
-
-
-def _path(name: str, value: object) -> str | None:
-    if value is None or isinstance(value, (str, os.PathLike)):
-        return None if value is None else os.fspath(value)
-    raise OptionError.value(name, value, "a path, or None")
-
-
 _PARSERS: dict[str, Any] = {
     "strategies": _strategy_list,
-    "gx_bits": _one_of(4, 8, None),
-    "per_channel": _one_of(True, False),
-    "per_token": _one_of(True, False, None),
-    "rank": _one_of(1, 2, 4, 8, 16),
-    "rows": _choice(Rows),
-    "include": _globs,
-    "exclude": _globs,
+    "gx_bits": parsers.one_of(4, 8, None),
+    "per_channel": parsers.one_of(True, False),
+    "per_token": parsers.one_of(True, False, None),
+    "rank": parsers.one_of(1, 2, 4, 8, 16),
+    "rows": parsers.choice(Rows),
+    "include": parsers.globs,
+    "exclude": parsers.globs,
     "override": _overrides,
-    "recompute": _one_of(True, False),
-    "memory": _choice(Memory),
-    "memory_bits": _one_of(4, 6, 8, None),
+    "recompute": parsers.one_of(True, False),
+    "memory": parsers.choice(Memory),
+    "memory_bits": parsers.one_of(4, 6, 8, None),
     "memory_override": _bits_by_glob,
-    "memory_budget": _memory_budget,
-    "memory_min_bytes": _bytes,
-    "keep_head": _one_of(True, False),
-    "exact_forms": _one_of(True, False),
-    "head": _one_of("chunked", "off"),
-    "head_min_bytes": _bytes,
-    "min_gain": _ratio,
-    "prices": _one_of("measured", "table"),
-    "rates": _rates,
-    "profile": _path,
-    "lqs": _one_of("auto", "off"),
-    "lqs_warm_up": _count(0),
-    "lqs_batches": _count(1),
-    "lqs_rechecks": _count(0),
-    "error_budget": _budget,
+    "memory_budget": parsers.memory_budget,
+    "peak_budget": parsers.peak_budget,
+    "memory_min_bytes": parsers.bytes_of,
+    "keep_head": parsers.one_of(True, False),
+    "exact_forms": parsers.one_of(True, False),
+    "head": parsers.one_of("chunked", "off"),
+    "head_min_bytes": parsers.bytes_of,
+    "min_gain": parsers.gain,
+    "prices": parsers.one_of("measured", "table"),
+    "rates": parsers.rates,
+    "profile": parsers.path,
+    "lqs": parsers.one_of("auto", "off"),
+    "lqs_warm_up": parsers.at_least(0),
+    "lqs_batches": parsers.at_least(1),
+    "lqs_rechecks": parsers.at_least(0),
+    "error_budget": parsers.error_budget,
     "schedule": _schedule,
-    "forward": _one_of("exact", "int8"),
-    "forward_budget": _budget,
-    "gathered": _one_of(True, False),
-    "strict": _one_of(True, False),
-    "dump": _path,
+    "forward": parsers.one_of("exact", "int8"),
+    "forward_budget": parsers.error_budget,
+    "gathered": parsers.one_of(True, False),
+    "strict": parsers.one_of(True, False),
+    "dump": parsers.path,
 }

@@ -63,7 +63,7 @@ def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
     parts: list[tuple[str, dict[str, Any], Callable[[GraphReport], bool]]] = [
         (
             "storage",
-            {"memory": Memory.OFF, "memory_budget": None},
+            {"memory": Memory.OFF, "memory_budget": None, "peak_budget": None},
             lambda report: any(c.scheme != "exact" or c.host_bytes for c in report.crossing),
         ),
         ("heads in chunks", {"head": "off"}, lambda r: any(h.chunked for h in r.plan.heads)),

@@ -29,7 +29,7 @@ def plan(
         str | None, typer.Option(help="e.g. 24GiB: which batch is the largest that fits?")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="e.g. 16GiB: keep the step's peak below, as memory_budget")
+        str | None, typer.Option(help="e.g. 16GiB: keep the step's peak below, as peak_budget")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,

@@ -61,7 +61,7 @@ def show(
     try:
         make, options = maker(model), {"recipe": recipe}
         if budget is not None:
-            options["memory_budget"] = budget
+            options["peak_budget"] = budget
         limit = memory_bytes(memory) if memory else None
         step = _Step(make, device, dtype, optimizer)
         ours, stock = (functools.cache(step.with_options(o)) for o in (options, STOCK))

@@ -110,7 +110,7 @@ class Joint:
 
 def _duration(joint: Joint) -> int:
     context, config = joint.context, joint.context.config
-    if config.memory is Memory.AUTO and config.memory_budget is None:
+    if config.memory is Memory.AUTO and not config.has_budget:
         joint.step = step_time(joint.graph, context.rates, context.captured)
     return 0
 

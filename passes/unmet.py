@@ -118,7 +118,7 @@ def unmet_budget(
         kept: the record of it. asked: of some of ``found``, for its storage.
     """
     budget = config.memory_budget
-    if budget is None or isinstance(budget, str):
+    if budget is None:
         return
     before, held = (sum(getattr(c, name) for c in kept) for name in ("bytes_before", "bytes"))
     wanted = budget * before if isinstance(budget, float) else budget
@@ -143,7 +143,7 @@ def check_peak(met: Met, allowance: Allowance) -> None:
     """
     if allowance.strict and met.least is not None and met.standing + met.held > met.asked:
         expected = f"at least {memory_text(met.peak - met.to_come)}: {_least(met)}"
-        raise OptionError.value("memory_budget", memory_text(met.asked), expected)
+        raise OptionError.value("peak_budget", memory_text(met.asked), expected)
 
 
 def unmet_peak(met: Met, config: HotConfig) -> Iterator[str]:
@@ -151,7 +151,7 @@ def unmet_peak(met: Met, config: HotConfig) -> Iterator[str]:
     if met.least is not None and not met.between and met.peak > met.asked:
         to_come = f", {memory_text(met.to_come)} an optimizer may add" if met.to_come else ""
         yield (
-            f"memory_budget={config.memory_budget!r} is predicted not to be met: a step's least "
+            f"peak_budget={config.peak_budget!r} is predicted not to be met: a step's least "
             f"peak is {memory_text(met.peak)}, {_least(met)}{to_come}. {LESS}"
         )
 

@@ -62,7 +62,7 @@ def _to_host(parts: list[Tensor], lane: int) -> list[Tensor]:
         return _copied(parts, _HOST)
     if torch.cuda.is_current_stream_capturing():
         raise OptionError(
-            "got a CUDA graph that is captured of a step whose memory_budget is met by copies to "
+            "got a CUDA graph that is captured of a step whose peak_budget is met by copies to "
             "the host, which no graph can hold; expected a step without. Ask for more memory, or "
             "have torch.compile capture it (mode='reduce-overhead'): no copies are chosen then."
         )

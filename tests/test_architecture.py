@@ -13,7 +13,7 @@ PACKAGES = {
     "passes": "hot_compile.passes",
     "runtime": "hot_compile.runtime",
 }
-LEAVES = {"hot_compile.errors", "hot_compile.config", "hot_compile.sizes"}
+LEAVES = {f"hot_compile.{name}" for name in ("errors", "config", "parsers", "sizes")}
 FILE_CAP, FUNCTION_CAP = 500, 100
 
 

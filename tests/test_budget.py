@@ -1,4 +1,4 @@
-"""``memory_budget="16GiB"``: the highest a step may rise to, met by prediction and measurement."""
+"""``peak_budget="16GiB"``: the highest a step may rise to, met by prediction and measurement."""
 
 import copy
 import functools
@@ -87,7 +87,7 @@ class Device:
 
     def train(self, model, asked, steps=16, **options):
         """Losses of some steps under a budget of so many bytes."""
-        options = {**ALWAYS, "memory_budget": f"{asked / MIB} MiB", **options}
+        options = {**ALWAYS, "peak_budget": f"{asked / MIB} MiB", **options}
         keywords = {"recorder": self.reports, "inner_compile": run_uncompiled}
         backend = functools.partial(hot, options=options, ledger=self.ledger, **keywords)
         compiled = torch.compile(model, backend=backend)
@@ -118,9 +118,7 @@ def explored(make, x):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "fit", fit_all)
         patch.setattr(pipeline, "plan_within", within_all)
-        hot_step(
-            lambda x: make()(x).square().mean(), x, options={**ALWAYS, "memory_budget": "999GB"}
-        )
+        hot_step(lambda x: make()(x).square().mean(), x, options={**ALWAYS, "peak_budget": "999GB"})
     return fits, stored
 
 
@@ -177,25 +175,35 @@ def test_ways_are_tried_from_what_holds_most():
     [("16GiB", 16 * 2**30), ("900 MiB", 900 * MIB), ("1.5GB", 1500 * 10**6), ("80MB", 80 * 10**6)],
 )
 def test_sizes_are_budgets_of_the_peak(text, size):
-    config = HotConfig.from_options({"memory_budget": text})
+    config = HotConfig.from_options({"peak_budget": text})
     assert config.peak == size
-    assert config.to_json()["memory_budget"] == text
+    assert config.to_json()["peak_budget"] == text
     assert HotConfig.from_options({"memory_budget": size}).peak is None
 
 
 @pytest.mark.parametrize("text", ["16", "16e9", "GiB", "-1GiB", "0GiB", "16 gigs", "", "16 gib"])
 def test_other_texts_are_refused(text):
-    with pytest.raises(OptionError, match=r"memory_budget=.*expected bytes.*GiB"):
-        HotConfig.from_options({"memory_budget": text})
+    with pytest.raises(OptionError, match=r"peak_budget=.*expected a .*GiB"):
+        HotConfig.from_options({"peak_budget": text})
+
+
+def test_the_old_spelling_names_the_new_one():
+    with pytest.raises(OptionError, match=r"memory_budget='16GiB'.*peak_budget='16GiB'"):
+        HotConfig.from_options({"memory_budget": "16GiB"})
+
+
+def test_there_is_one_budget():
+    with pytest.raises(OptionError, match="peak_budget, another budget"):
+        HotConfig.from_options({"memory_budget": 0.5, "peak_budget": "16GiB"})
 
 
 def test_a_budget_of_time_leaves_no_other():
     with pytest.raises(OptionError, match="a budget of its own"):
-        HotConfig.from_options({"memory": "free", "memory_budget": "16GiB"})
+        HotConfig.from_options({"memory": "free", "peak_budget": "16GiB"})
 
 
 def test_what_certainly_cannot_be_met_is_an_error():
-    model, options = relus(), {**ALWAYS, "memory_budget": "1MB"}
+    model, options = relus(), {**ALWAYS, "peak_budget": "1MB"}
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
         hot_step(lambda x: model(x).square().mean(), X, options=options)
     assert isinstance(error.value.inner_exception, OptionError)
@@ -411,7 +419,7 @@ def test_nothing_else_changes():
 
 
 def test_reports_say_how_it_is_met(capsys):
-    explanation = explain(relus(), X, options={**ALWAYS, "memory_budget": "4MiB"})
+    explanation = explain(relus(), X, options={**ALWAYS, "peak_budget": "4MiB"})
     (text,) = budgets(explanation.graphs)
     assert text in " ".join(capsys.readouterr().out.split())
     assert text.startswith("budget of the peak: 4.00 MiB asked")
@@ -425,7 +433,7 @@ def test_inductors_code_rises_about_as_predicted(part):
     x = torch.randn(32, 128, 64)
     standing = sum(t.nbytes for t in (*model.parameters(), x))
     asked = standing + int(MIB * (14 + 30 * part))
-    options = {**ALWAYS, "memory_budget": f"{asked / MIB} MiB"}
+    options = {**ALWAYS, "peak_budget": f"{asked / MIB} MiB"}
     ledger = Ledger(asked, None)
     backend = functools.partial(hot, options=options, recorder=reports, ledger=lambda *_: ledger)
     compiled = torch.compile(model, backend=backend)

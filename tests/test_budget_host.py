@@ -1,4 +1,4 @@
-"""``memory_budget="16GiB"``, its last rung: what waits for the backward in pinned host memory."""
+"""``peak_budget="16GiB"``, its last rung: what waits for the backward in pinned host memory."""
 
 import copy
 import dataclasses
@@ -89,7 +89,7 @@ def train(make, x, asked, lower=False, ledger=Forgiving, **options):
     """One step, by the prediction alone."""
     model, reports = make(), Reports()
     keywords = {} if lower else {"inner_compile": run_uncompiled}
-    options = {**ALWAYS, "memory_budget": f"{asked / MIB} MiB", **options}
+    options = {**ALWAYS, "peak_budget": f"{asked / MIB} MiB", **options}
     own = ledger(int(asked), None)
     backend = functools.partial(
         hot, options=options, recorder=reports, ledger=lambda *_: own, **keywords
@@ -226,7 +226,7 @@ def test_training_goes_on_whatever_is_around(name):
     for block in blocks_:
         block.dropout.p = 0.0
     exact = copy.deepcopy(model)
-    options = {**ALWAYS, **BUS, "memory_budget": "1MiB", "recipe": "exact"}
+    options = {**ALWAYS, **BUS, "peak_budget": "1MiB", "recipe": "exact"}
     keywords = {"recorder": reports, "inner_compile": run_uncompiled}
     backend = functools.partial(
         hot, options=options, ledger=lambda _, asked: Forgiving(asked, None), **keywords
@@ -300,7 +300,7 @@ def test_on_a_gpu_a_step_trains_below_the_former_least(recipe, lower, monkeypatc
         reports, model = Reports(), blocks(8, 256).to(device)
         backend = functools.partial(
             hot,
-            options={**options, "memory_budget": "1MiB"},
+            options={**options, "peak_budget": "1MiB"},
             recorder=reports,
             ledger=lambda _, asked: Forgiving(asked, None),
             **keywords,

@@ -61,7 +61,7 @@ def train(wrap, rank):
     exact, x = copy.deepcopy(model), torch.randn(2, 512, 256)
     mine, batch = (x[0], x[:1]) if wrap is parallel else (x[rank], x)
     backend = functools.partial(
-        hot, options={**OPTIONS, "memory_budget": "12MiB"}, recorder=reports,
+        hot, options={**OPTIONS, "peak_budget": "12MiB"}, recorder=reports,
         inner_compile=run_uncompiled, ledger=device.of,
     )  # fmt: skip
     torch._dynamo.reset()
@@ -96,7 +96,7 @@ def checkpointed(rank):
     last.zero_grad()
     asked = ("100MiB", "8MiB")[rank]
     backend = functools.partial(
-        hot, options={**OPTIONS, "memory_budget": asked}, recorder=reports,
+        hot, options={**OPTIONS, "peak_budget": asked}, recorder=reports,
         inner_compile=run_uncompiled,
     )  # fmt: skip
     torch._dynamo.reset()

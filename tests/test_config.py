@@ -150,6 +150,7 @@ def test_hash_sees_every_field():
         "memory_bits": 8,
         "memory_override": (("a", 8),),
         "memory_budget": 0.5,
+        "peak_budget": "16GiB",
         "memory_min_bytes": 1,
         "exact_forms": False,
         "min_gain": 2.0,

@@ -180,7 +180,7 @@ def stages(options):
 
 
 def test_operators_of_a_stored_x():
-    names = stages({"recompute": False}).names
+    names = stages({"strategies": "int4", "recompute": False}).names
     backward = next(found for stage, found in names.items() if "backward" in stage)
     assert backward.count("hot.quantize_one_read.default") == 2
     assert backward.count("hot.hadamard_int_mm.default") == 2

@@ -60,7 +60,7 @@ def plan_storage(
     ladders = _ladders(found, config, measured or {}, asked or {})
     if config.memory is Memory.FREE:
         return _paid_for(ladders, price, won)
-    if config.memory_budget is None or isinstance(config.memory_budget, str):
+    if config.memory_budget is None:
         return {c: _with_mask(c, ladder[-1]) for c, ladder in ladders.items() if len(ladder) > 1}
     sizes = {c: bytes_of(c.saved.meta["val"]) for c in found}
     held, budget = sum(sizes.values()), _in_bytes(config.memory_budget, sum(sizes.values()))
@@ -249,7 +249,7 @@ def _keeps_eight_bits(crosser: Crosser, config: HotConfig, judged: bool) -> bool
     """Fewer are for who asks: what is left of a gradient behind a norm is small."""
     if judged and config.memory_bits:
         return False
-    asked = config.memory_budget is not None
+    asked = config.has_budget
     if crosser.norm:
         return not asked or (config.memory_bits or TRUSTED_BITS) > Scheme.INT4.spec.bits
     image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.absolute

@@ -246,7 +246,7 @@ def test_hooks_of_saved_tensors_find_them_on_the_host(monkeypatch):
 
 def test_a_graph_that_is_captured_says_what_to_do(monkeypatch):
     machine = Machine(monkeypatch, capturing=True)
-    with pytest.raises(OptionError, match=r"CUDA graph.*memory_budget.*reduce-overhead"):
+    with pytest.raises(OptionError, match=r"CUDA graph.*peak_budget.*reduce-overhead"):
         machine.forward(1)
 
 
