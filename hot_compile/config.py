@@ -27,6 +27,8 @@ class Strategy(str, Enum):
     """The same, but that with ``recompute=False`` x is kept as packed INT4, as the paper's ABC."""
     GX_ONLY = "gx-only"
     """g_x by HQ, nothing else touched: what frozen weights get (no g_w, no use for x)."""
+    GW_ONLY = "gw-only"
+    """g_w full rank in INT8; g_x exact."""
     EXACT = "exact"
     """Untouched: whatever Inductor does."""
     INT4_NAIVE = "int4-naive"

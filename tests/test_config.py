@@ -83,7 +83,7 @@ BITS = "[6, 8, 12, 'exact', 'around6', 'around8', 'around12']"
         ({"lqs_batches": 2.0}, "whole number >= 1"),
         ({"rank": 3}, "[1, 2, 4, 8, 16]"),
         ({"rows": "column"}, "'batch', 'consecutive'"),
-        ({"override": {"a": "int3"}}, "'hla8', 'int8', 'int4', 'gx-only', 'exact'"),
+        ({"override": {"a": "int3"}}, "'gx-only', 'gw-only', 'exact'"),
         ({"override": "int8"}, "{glob: strategy}"),
         ({"exclude": 3}, "glob"),
         ({"strategies": []}, "list of strategies"),

@@ -16,7 +16,7 @@ from hot_compile.config import UNCOMPRESSED, HotConfig
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing.gauge import Gauge
-from hot_compile.observing.raising import Stored, asked_in, raised_bits
+from hot_compile.observing.raising import Stored, asked_in, exact_products, raised_bits, strategy_in
 from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.profile.profile import StorageMeasure
 
@@ -270,6 +270,20 @@ def test_compiled_by_inductor():
     run.steps(8)
     assert set(run.monitor.raised) == {SICK}
     assert run.worst < BUDGET
+
+
+@pytest.mark.parametrize(
+    ("off", "before", "text", "strategy"),
+    [
+        ({"g_w": 0.5}, None, "g_w: error 0.5", "gx-only"),
+        ({"g_x": 0.5}, None, "g_x: error 0.5", "gw-only"),
+        ({"g_x": 0.5, "g_w": 0.7}, None, "error 0.7", "exact"),
+        ({"g_x": 0.5}, "g_w: error 0.4 over", "error 0.5", "exact"),
+    ],
+)
+def test_the_product_that_is_off_is_exact_alone(off, before, text, strategy):
+    assert exact_products(off, before) == text
+    assert strategy_in(text) == strategy
 
 
 ERRORS = {

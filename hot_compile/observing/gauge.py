@@ -89,7 +89,7 @@ class Gauge(Observer):
             if layer.convolves:
                 self._convolution(layer, d, g, weight, x)
                 return
-            if weight is not None:
+            if weight is not None and d.strategy is not Strategy.GW_ONLY:
                 got = quantised_grad_input(g, weight, d.gx_bits, d.per_channel, d.per_token)
                 self._keep(layer.name, "g_x", compare_product(got, g, weight))
                 del got

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 from hot_compile.config import HotConfig, Memory, Strategy
 from hot_compile.errors import OptionError
 from hot_compile.observing.evidence import Spread
-from hot_compile.observing.raising import Stored, bits_by_tensor, raised_bits
+from hot_compile.observing.raising import (
+    Stored,
+    bits_by_tensor,
+    exact_products,
+    raised_bits,
+    strategy_in,
+)
 
 if TYPE_CHECKING:
     from hot_compile.observing.gauge import Gauge, Watched
@@ -98,8 +104,8 @@ class Monitor:
     then every 64th. That begins anew when a graph is compiled again."""
     budget: float | None = None
     """Relative error that a gradient may have, or, where that is more, 0.3 of what it differs from
-    batch to batch. What is to blame for more is done more exactly: layers become exact whose own
-    g_x or g_w takes more than the budget, tensors are stored in more bits whose storing takes more
+    batch to batch. What is to blame for more is done more exactly: a layer's own g_x or g_w becomes
+    exact if it takes more than the budget, tensors are stored in more bits whose storing takes more
     than its share of it. If there is none: the graph's activations are stored in 8 bits, then
     exactly, and then all layers become exact. None: only watch."""
     rotate: int = 4
@@ -112,7 +118,8 @@ class Monitor:
     callback: Callable[[int, Qualities], None] | None = None
     """Called with (forwards so far, qualities)."""
     demoted: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Layers that left the budget, with what they measured; ``*`` stands for all."""
+    """Layers that left the budget, with what they measured; ``*`` stands for all. "g_w: ..." says
+    that g_w alone is exact, and likewise "g_x: ..."."""
     stored: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers whose graph stores its activations more exactly because of them, how, and why."""
     raised: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -162,7 +169,7 @@ class Monitor:
         for name in self.stored.keys() & layers:
             rung = _FINER[self.stored[name].split(":")[0]]
             config = dataclasses.replace(config, **rung)
-        exact = tuple((name, Strategy.EXACT) for name in self.demoted)
+        exact = tuple((name, strategy_in(why)) for name, why in self.demoted.items())
         bits = (*config.memory_override, *bits_by_tensor(self.raised))
         return dataclasses.replace(
             config, override=(*config.override, *exact), memory_override=bits
@@ -200,7 +207,7 @@ class Monitor:
         """What left the budget: layers by their own strategy, parameters by the whole error."""
         if self.budget is None or "*" in self.demoted:
             return {}
-        own = {name: f"error {worst:.3g}" for name, worst in self._own(found, 1.0).items()}
+        own = {name: exact_products(off, None) for name, off in self._own(found, 1.0).items()}
         whole = {name: t.fault(self.budget) for name, t in gauge.judged.items()}
         return {**own, **{name: why for name, why in whole.items() if why}}
 
@@ -225,21 +232,23 @@ class Monitor:
                 return
         self._refine(gauge, why)
 
-    def _own(self, found: Qualities, share: float) -> dict[str, float]:
-        """Worst own errors of the layers that leave a share of the budget and are not exact yet."""
-        own = {
-            name: max((q.error for side, q in sides.items() if side in OWN), default=0.0)
-            for name, sides in found.items()
-        }
+    def _own(self, found: Qualities, share: float) -> dict[str, dict[str, float]]:
+        """Errors of layers' own products that leave a share of the budget, by side."""
         most = math.inf if self.budget is None else self.budget * share
-        return {n: worst for n, worst in own.items() if worst > most and n not in self.demoted}
+        own = {
+            name: {side: q.error for side, q in sides.items() if side in OWN and q.error > most}
+            for name, sides in found.items()
+            if strategy_in(self.demoted.get(name, "g_w:")) is not Strategy.EXACT
+        }
+        return {name: off for name, off in own.items() if off}
 
     def _demote(self, step: int, found: Qualities, share: float) -> bool:
-        """Make layers exact whose own strategy leaves a share of the budget."""
+        """Make products of layers exact that leave a share of the budget."""
         new = self._own(found, share)
-        for name, worst in new.items():
+        for name, off in new.items():
             of = "" if share == 1 else f"{share:.2g} of "
-            self.demoted[name] = f"error {worst:.3g} over {of}budget {self.budget:g} at step {step}"
+            why = exact_products(off, self.demoted.get(name))
+            self.demoted[name] = f"{why} over {of}budget {self.budget:g} at step {step}"
         _warn("stays exact", {name: self.demoted[name] for name in new})
         return bool(new)
 

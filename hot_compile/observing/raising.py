@@ -1,4 +1,4 @@
-"""Which stored tensors make a gradient leave its budget, and in how many bits they are to be."""
+"""What of a layer's products and of stored tensors is to blame, and what it gets instead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from hot_compile.config import UNCOMPRESSED
+from hot_compile.config import UNCOMPRESSED, Strategy
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.profile.lqs import errors_of, stays_within
 from hot_compile.passes.profile.profile import StorageMeasure
@@ -69,6 +69,22 @@ def raised_bits(
             if offer is not None:
                 found[name] = f"{offer}: error {errors_of(lost)} as {tensor.scheme}"
     return found
+
+
+def exact_products(off: Mapping[str, float], before: str | None) -> str:
+    """Which products of a layer become exact, and why: the text that a monitor keeps of it.
+
+    Args:
+        off: errors of those that are off, by ``g_x`` and ``g_w``. before: the text so far, if any.
+    """
+    what = f"{next(iter(off))}: " if len(off) == 1 and before is None else ""
+    return f"{what}error {max(off.values()):.3g}"
+
+
+def strategy_in(text: str) -> Strategy:
+    """What is left of a layer's integer products by a text of :func:`exact_products`."""
+    alone = {"g_w": Strategy.GX_ONLY, "g_x": Strategy.GW_ONLY}
+    return alone.get(text.split(":")[0], Strategy.EXACT)
 
 
 def in_words(scheme: Scheme) -> str:

@@ -132,7 +132,9 @@ def _input_grad(conv: Convolution) -> ConvCost:
 
 def _total(strategy: Strategy, gx: bool, gw: bool, conv: Convolution, im2col: bool) -> ConvCost:
     parts = [ConvCost(Cost(bytes=_layout(conv, gx)))]
-    if gx:
+    if gx and strategy is Strategy.GW_ONLY:
+        parts.append(ConvCost(Cost(flops=2 * L * O * I, calls=1)))
+    elif gx:
         parts.append(_input_grad(conv))
     if gw and strategy is Strategy.GX_ONLY:
         parts.append(ConvCost(Cost(flops=2 * L * O * I, calls=1)))
@@ -233,6 +235,7 @@ def conv_saved_bytes(strategy: Strategy, conv: Convolution, im2col: bool = False
     per_element = {
         Strategy.INT4: INT4_BYTES,
         Strategy.INT8: ONE,
+        Strategy.GW_ONLY: ONE,
         Strategy.GX_ONLY: ZERO,
         Strategy.EXACT: E,
     }

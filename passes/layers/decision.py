@@ -60,6 +60,8 @@ class Decision:
             return str(self.strategy)
         if not self.gw or self.strategy is Strategy.GX_ONLY:
             return f"INT{self.gx_bits} g_x"
+        if self.strategy is Strategy.GW_ONLY:
+            return "INT8 g_w"
         words = "INT4 g_x, INT8 g_w" if self.gx and self.gx_bits == 4 else "INT8 products"
         return f"{words} (g_w: {self.rank} of 16 rows)" if self.rank else words
 

@@ -46,7 +46,8 @@ class ConvStrategy:
         self.wants_gx = nodes.grad_input is not None
         self.wants_gw = nodes.grad_weight is not None
         self.integer_gw = self.wants_gw and d.strategy is not Strategy.GX_ONLY
-        self.integer_gx = self.wants_gx and (conv.is_product or not conv.transposed)
+        folds = conv.is_product or not conv.transposed
+        self.integer_gx = self.wants_gx and folds and d.strategy is not Strategy.GW_ONLY
         # the paper's text: 16 consecutive rows of the unfolded x are what HLA transforms and keeps
         self.im2col = d.rank > 0 and not d.tiles and not conv.is_product
         self.stored_int4 = pin and self._smallest_is_int4()

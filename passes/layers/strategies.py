@@ -112,6 +112,13 @@ def gx_only(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
     return Gradients(gx=_grad_input(rows, weight, how))
 
 
+def gw_only(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
+    """g_w of all rows in INT8; g_x, if there is one, stays exact."""
+    if not how.gw:
+        return Gradients()
+    return _two_reads(g_y, kept, weight, dataclasses.replace(how, gx=False))
+
+
 def quantised_columns(x: Tensor, how: How) -> Kept:
     """x on the integer grid of its columns, or as it waits for g_y's scales (``one_read``)."""
     if how.stored_bits == 4:
@@ -121,6 +128,11 @@ def quantised_columns(x: Tensor, how: How) -> Kept:
     args = (x, how.rank, how.tokens, 8, how.per_channel, False)
     q, scale, _ = hot.quantize_columns.default(*args)
     return q, scale
+
+
+def _two_read_columns(x: Tensor, how: How) -> Kept:
+    """x as g_w alone wants it: g_y's scales are its own."""
+    return quantised_columns(x, dataclasses.replace(how, one_read=False))
 
 
 def integers(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
@@ -215,6 +227,7 @@ STRATEGIES: dict[Strategy, Spec] = {
     Strategy.INT4: _integer(stored_bits=4),
     Strategy.INT8: _integer(),
     Strategy.GX_ONLY: Spec(gx_only),
+    Strategy.GW_ONLY: Spec(gw_only, _two_read_columns, quantises_x=True),
     Strategy.EXACT: Spec(exact),
     **{method: _baseline(method) for method in sorted(BASELINES)},
 }

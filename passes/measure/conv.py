@@ -51,6 +51,8 @@ def quantised_conv_gradients(
     own = site.nodes
     if site.conv.transposed and not site.conv.is_product:
         own = dataclasses.replace(own, grad_input=None)  # stays exact
+    if decision.strategy is Strategy.GW_ONLY:
+        own = dataclasses.replace(own, grad_input=None)
     if decision.strategy is Strategy.GX_ONLY:
         own = dataclasses.replace(own, grad_weight=None)
     own = dataclasses.replace(own, grad_bias=None)
