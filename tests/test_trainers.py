@@ -145,3 +145,79 @@ def test_trainer_for_real(model, tmp_path):
     exact = trained(copy.deepcopy(model), tmp_path)
     ours = trained(model, tmp_path, torch_compile_backend="hot")
     assert ours == pytest.approx(exact, rel=0.01)
+
+
+def byte_tokenizer():
+    """A token a byte; nothing is downloaded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = ["<pad>", "<eos>", *sorted(bytewise.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = bytewise, decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+TRL = {
+    "SFT": {"text": "the quick brown fox jumps over the lazy dog"},
+    "DPO": {"prompt": "what is it? ", "chosen": "a fox that jumps", "rejected": "a dog, lazy"},
+    "GRPO": {"prompt": "what is it? "},
+}
+"""A row of what each of TRL's trainers wants."""
+SAMPLING = {"num_generations": 4, "max_completion_length": 8}
+
+
+def letters(completions, **_):
+    """A reward."""
+    return [float(sum(map(str.isalpha, text))) for text in completions]
+
+
+def trl_trained(kind, row, folder, **arguments):
+    """What is logged, by name, of a few steps of one of TRL's trainers; a tiny Llama of bytes."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    ours = {"reward_funcs": letters} if kind == "GRPO" else {}
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **(SAMPLING if kind == "GRPO" else {}),
+        **arguments,
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96, "vocab_size": 260}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config_of_model = transformers.LlamaConfig(**sizes, **heads, **special)
+    transformers.LlamaForCausalLM(config_of_model).save_pretrained(folder / "tiny")
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=str(folder / "tiny"),  # DPO loads it again, as its reference
+        args=config,
+        train_dataset=datasets.Dataset.from_list([row] * 16),
+        processing_class=byte_tokenizer(),
+        **ours,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {name: [entry[name] for entry in logged] for name in ("loss", "grad_norm")}
+
+
+@pytest.mark.parametrize("kind", TRL)
+def test_trl_by_name(reports, tmp_path, kind):
+    """As it comes, with gradient checkpointing; GRPO samples from the compiled model."""
+    import hot_compile.integrations.accelerate  # noqa: F401
+
+    exact = trl_trained(kind, TRL[kind], tmp_path)
+    assert not reports.graphs
+    ours = trl_trained(kind, TRL[kind], tmp_path, torch_compile_backend="hot")
+    assert ours["loss"] == pytest.approx(exact["loss"], rel=0.02, abs=1e-6)
+    assert ours["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+    assert rewritten(reports) >= 6
