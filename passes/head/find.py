@@ -19,6 +19,7 @@ from hot_compile.passes.base.graph import (
 )
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
+from hot_compile.passes.head.chunks import Chunks
 from hot_compile.passes.head.operands import (
     FLAT,
     PRODUCTS,
@@ -86,6 +87,25 @@ class Head:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """A product whose results any operators read row by row (``chunks.py``)."""
+
+    name: str
+    product: fx.Node
+    chunks: Chunks
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The product's fake value [L, O]."""
+        return self.product.meta["val"]
+
+    @property
+    def returned(self) -> bool:
+        """The caller gets the logits."""
+        return bool(self.chunks.at.returned)
+
+
+@dataclasses.dataclass(frozen=True)
 class Refused:
     """A product that looks like a head and must stay, and why."""
 
@@ -99,19 +119,29 @@ class Refused:
         return self.product.meta["val"]
 
 
-def find_heads(graph: fx.Graph, least: int = 0) -> list[Head | Refused]:
-    """Every product whose results reach a log-softmax, in order; of ``least`` bytes or more."""
+def find_heads(graph: fx.Graph, least: int = 0) -> Iterator[Head | Rows | Refused]:
+    """Every product whose results reach a log-softmax, in order; of ``least`` bytes or more.
+
+    The graph may be changed between two of them.
+    """
     gradients = made_of_tangents(graph)
-    if not gradients:
-        return []
-    found: list[Head | Refused] = []
-    for product in _candidates(graph, gradients, least):
-        name = module_path(product) or product.name
-        try:
-            found.append(_head(product, name))
-        except NotUnderstood as refusal:
-            found.append(Refused(name, product, str(refusal)))
-    return found
+    done: set[fx.Node] = set()
+    for product in list(_candidates(graph, gradients, least)) if gradients else ():
+        if product.users and product not in done:
+            found = _found(product, module_path(product) or product.name)
+            done |= set(found.chunks.at.products) if isinstance(found, Rows) else {product}
+            yield found
+
+
+def _found(product: fx.Node, name: str) -> Head | Rows | Refused:
+    try:
+        return _head(product, name)
+    except NotUnderstood:
+        pass
+    try:
+        return Rows(name, product, Chunks(product))
+    except NotUnderstood as refusal:
+        return Refused(name, product, str(refusal))
 
 
 def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterator[fx.Node]:

@@ -82,7 +82,7 @@ def cut_of(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
     dim, start, stop, step = list(given) + usual[len(given) :]
     dim = dim % len(shape)
     whole = size_of(shape[dim])
-    start, stop = _end(start, 0, whole), _end(stop, whole, whole)
+    start, stop = end_of(start, 0, whole), end_of(stop, whole, whole)
     if (start, stop) == (0, whole):
         return None
     if dim == axis:
@@ -93,7 +93,7 @@ def cut_of(node: fx.Node, shape: Shape, axis: int) -> Cut | None:
     return Cut(without(shape, axis, drop=True), dim - (dim > axis), start, stop)
 
 
-def _end(given: Any, usual: Size, whole: Size) -> Size:
+def end_of(given: Any, usual: Size, whole: Size) -> Size:
     """Where a slice begins or ends, from the first of ``whole`` on; beyond it is its end."""
     if given is None:
         return usual
@@ -109,7 +109,7 @@ def selected(node: fx.Node, shape: Shape, axis: int) -> Cut:
     """The rows that a select (or select_scatter) of a tensor of ``shape`` is about."""
     dim, place = args_of(node)[1 if node.target is aten.select.int else 2 :][:2]
     dim = dim % len(shape)
-    start = _end(place, 0, size_of(shape[dim]))
+    start = end_of(place, 0, size_of(shape[dim]))
     if dim == axis:
         raise NotUnderstood("one column of the logits is read")
     return Cut(without(shape, axis, drop=True), dim - (dim > axis), start, plus(start, 1))
@@ -207,9 +207,8 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 def is_zero(node: Any) -> bool:
-    """A tensor full of zeros."""
-    return (
-        isinstance(node, fx.Node)
-        and node.target is aten.full.default
-        and bool(args_of(node)[1] == 0)
-    )
+    """The number, or a tensor full of it."""
+    if isinstance(node, fx.Node):
+        place = {aten.full.default: 1, aten.scalar_tensor.default: 0}.get(node.target)
+        return place is not None and bool(args_of(node)[place] == 0)
+    return bool(node == 0)

@@ -10,7 +10,7 @@ import torch
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.linear import Pricing
-from hot_compile.passes.head.find import Head, Refused
+from hot_compile.passes.head.find import Head, Refused, Rows
 from hot_compile.passes.head.linear import ScalarTangent
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.head.quantised import EXACT, By, by, problem
@@ -60,7 +60,7 @@ class HeadDecision:
         return Strategy(self.by[0])
 
 
-def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
+def plan_head(found: Head | Rows | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
     """Choose for one head whether and how it goes in chunks."""
     strategy = config.overridden(found.name) or Strategy.EXACT
     way, reason = _choice(found, config, strategy, pricing)
@@ -75,13 +75,13 @@ def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> Hea
         reason=reason,
         logits_bytes=bytes_of(found.value),
         chunk_bytes=_chunk_bytes(found, hint(rows), hint(outputs), hint(inputs), itemsize),
-        returned=isinstance(found, Head) and bool(found.returned),
+        returned=not isinstance(found, Refused) and bool(found.returned),
         by=by(strategy, config),
     )
 
 
 def _choice(
-    found: Head | Refused, config: HotConfig, strategy: Strategy, pricing: Pricing
+    found: Head | Rows | Refused, config: HotConfig, strategy: Strategy, pricing: Pricing
 ) -> tuple[str, str]:
     if config.head == "off":
         return OFF, "head='off'"
@@ -94,6 +94,8 @@ def _choice(
         return OFF, found.reason
     if not all(isinstance(n, int) for n in found.value.shape[1:]):
         return OFF, "a vocabulary of symbolic size"
+    if forced and isinstance(found, Rows):
+        return OFF, f"{LAYERS_BY_OVERRIDE}{strategy} works on the gradient of a softmax only"
     if forced and (unfit := _unfit(found, config, strategy, pricing)):
         return OFF, f"{LAYERS_BY_OVERRIDE}{unfit}"
     own = f"; its gradients' products are {strategy} by override" if forced else ""
@@ -107,9 +109,9 @@ def _unfit(found: Head, config: HotConfig, strategy: Strategy, pricing: Pricing)
     return rates if isinstance(rates, str) else problem(strategy, config)
 
 
-def _way(found: Head) -> tuple[str, str]:
+def _way(found: Head | Rows) -> tuple[str, str]:
     try:
-        ScalarTangent(found)
+        found.chunks.tangent() if isinstance(found, Rows) else ScalarTangent(found)
     except NotUnderstood as why:
         return BACKWARD, str(why)
     if found.value.dtype is torch.float16:
@@ -117,6 +119,8 @@ def _way(found: Head) -> tuple[str, str]:
     return FORWARD, "the loss's gradient is one number"
 
 
-def _chunk_bytes(found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int) -> int:
-    wanted = isinstance(found, Head) and bool(found.grad_weights)
+def _chunk_bytes(
+    found: Head | Rows | Refused, rows: int, outputs: int, inputs: int, itemsize: int
+) -> int:
+    wanted = isinstance(found, Rows) or (isinstance(found, Head) and bool(found.grad_weights))
     return chunk_rows(rows, outputs, inputs, itemsize, wanted) * outputs * itemsize

@@ -15,8 +15,9 @@ from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, settle
 from hot_compile.passes.cost.linear import Pricing
+from hot_compile.passes.head.chunks import write_chunks
 from hot_compile.passes.head.emission import RowWriter
-from hot_compile.passes.head.find import Head, find_heads
+from hot_compile.passes.head.find import Head, Refused, Rows, find_heads
 from hot_compile.passes.head.linear import ScalarTangent, as_result
 from hot_compile.passes.head.operands import rank_of
 from hot_compile.passes.head.plan import BACKWARD, FORWARD, OFF, HeadDecision, plan_head
@@ -45,17 +46,24 @@ def chunk_heads(
         decision = plan_head(found, config, pricing)
         if observed:
             decision = dataclasses.replace(decision, by=EXACT)
-        if decision.chunked and isinstance(found, Head) and not _replace(graph, found, decision):
+        if (
+            decision.chunked
+            and not isinstance(found, Refused)
+            and not _replace(graph, found, decision)
+        ):
             decision = dataclasses.replace(decision, way=OFF, reason="its rewriting failed")
         decisions.append(decision)
     return tuple(decisions)
 
 
-def _replace(graph: fx.Graph, head: Head, decision: HeadDecision) -> bool:
+def _replace(graph: fx.Graph, head: Head | Rows, decision: HeadDecision) -> bool:
     """Whether the head's operators took its place."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     try:
-        swaps = _Rewrite(graph, head, decision).swaps()
+        if isinstance(head, Rows):
+            swaps = write_chunks(head.chunks, decision.way == FORWARD)
+        else:
+            swaps = _Rewrite(graph, head, decision).swaps()
     except Exception:  # what was built so far is used by nobody
         log.warning("hot: the head %s stays as it is", head.name, exc_info=True)
         graph.eliminate_dead_code()

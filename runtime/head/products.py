@@ -83,7 +83,7 @@ def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight:
     return even if even < 512 else -(-even // 128) * 128  # whole tiles of a product
 
 
-def _exact(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A step under autocast must not cast operands that the graph has cast already."""
     return torch.autocast(device.type, enabled=False)
 
@@ -127,7 +127,7 @@ def both(
     logits = _logits(x, weight, logits_dtype)
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
     made = _Gradients(x, parts, wanted, multiply)
-    with _exact(x.device):
+    with exactly(x.device):
         for own, aim, lse, known, scale, theirs, grad_x in made.by_rows(
             (target, 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (logits, 0)
         ):
@@ -165,7 +165,7 @@ def gradients(
     outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
     made = _Gradients(x, parts, wanted, multiply)
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    with _exact(x.device):
+    with exactly(x.device):
         for own, aim, lse, known, scale, outside, grad_x in made.by_rows(
             (_dense(target), 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (extra, 0)
         ):

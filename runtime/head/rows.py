@@ -68,13 +68,13 @@ def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) ->
     ``out`` [4, R]; the logits themselves to ``logits`` [R, O'], of any dtype, in the same pass. On
     a CPU, raises what ``gather`` raises where a target is out of range.
     """
-    if _has_triton(out):
+    if has_triton(out):
         from hot_compile.runtime.head.triton_kernels import statistics_
 
         statistics_(chunk, out, logits)
         return
     y = chunk.y[:, : chunk.width]
-    for rows in _blocks(y):
+    for rows in blocks(y):
         z = chunk.form(y[rows])
         if logits is not None:
             logits[rows] = z
@@ -90,14 +90,14 @@ def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) ->
 
 def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
     """Write the gradient of a chunk's y, given the log-sum-exp [R] of its rows."""
-    if _has_triton(lse):
+    if has_triton(lse):
         from hot_compile.runtime.head.triton_kernels import gradient_
 
         gradient_(chunk, lse, gradient)
         return
     gradient.out[:, chunk.width :].zero_()
     y = chunk.y[:, : chunk.width]
-    for rows in _blocks(y):
+    for rows in blocks(y):
         a, b, c = gradient.coefficients[:, rows, None]
         z = chunk.form(y[rows])
         slope = (z / chunk.form.outer).square_().neg_().add_(1) if chunk.form.cap else None
@@ -112,12 +112,14 @@ def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
         gradient.out[rows, : chunk.width] = g if slope is None else g.mul_(slope)
 
 
-def _blocks(y: Tensor) -> Iterator[slice]:
-    rows = max(1, _BLOCK // max(1, y.shape[1]))
-    return (slice(first, first + rows) for first in range(0, y.shape[0], rows))
+def blocks(y: Tensor) -> Iterator[slice]:
+    """Rows of ``y`` [R, P] by blocks that stay in a CPU's cache; all at once on CUDA."""
+    rows = y.shape[0] if has_triton(y) else max(1, _BLOCK // max(1, y.shape[1]))
+    return (slice(first, first + rows) for first in range(0, y.shape[0], max(1, rows)))
 
 
-def _has_triton(tensor: Tensor) -> bool:
+def has_triton(tensor: Tensor) -> bool:
+    """It lies where Triton makes kernels."""
     return tensor.is_cuda and _triton_found()
 
 

@@ -1,0 +1,283 @@
+"""Losses of rows that are no cross entropy: exact in fp64, and no tensor of rows x vocabulary."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hot_compile.backend import hot
+from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.memory import peak_bytes
+from hot_compile.runtime.head import products
+
+VOCABULARY, WIDTH, BATCH, TOKENS = 1511, 8, 4, 32
+OPTIONS = {"head_min_bytes": 0, "memory": "off", "min_gain": 1e9, "strict": True}
+FORWARD, BACKWARD = "gradients in the forward", "logits twice"
+
+
+def random(*shape, seed=2):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Model(nn.Module):
+    """A layer, a head and a teacher's head; ``loss`` of the logits and what ``given`` there is."""
+
+    def __init__(self, loss, teacher=False, adapted=False, bias=False, vocabulary=VOCABULARY):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, vocabulary, bias=bias)
+        self.loss, self.teacher, self.adapted = loss, None, adapted
+        if teacher:
+            self.teacher = nn.Linear(WIDTH, vocabulary, bias=bias).requires_grad_(False)
+        if adapted:
+            self.head.requires_grad_(False)
+            self.down, self.up = nn.Linear(WIDTH, 4, False), nn.Linear(4, vocabulary, False)
+
+    def forward(self, x, given):
+        hidden = self.body(x).tanh()
+        logits = self.head(hidden)
+        if self.adapted:
+            logits = logits + 2 * self.up(self.down(hidden))
+        if self.teacher is not None:
+            given = given | {"teacher": self.teacher(x)}
+        return self.loss(logits, given)
+
+
+def given_for(rows=BATCH, tokens=TOKENS, vocabulary=VOCABULARY, dtype=torch.float64):
+    """Labels, weights, teacher's logits and what else losses want."""
+    of = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, vocabulary, (rows, tokens), generator=of)
+    several = torch.randint(0, vocabulary, (rows, tokens, 3), generator=of)
+    return {
+        "labels": labels,
+        "several": several,
+        "mask": (labels % 3 != 0).to(dtype),
+        "weights": torch.rand(rows, tokens, generator=of).to(dtype),
+        "advantages": random(rows, 1, seed=4).to(dtype),
+        "old": random(rows, tokens, seed=5).to(dtype) - 5,
+        "hidden": torch.rand(vocabulary, generator=of) < 0.3,
+        "teacher": random(rows, tokens, vocabulary).to(dtype),
+    }
+
+
+def mean(per_token, g):
+    return (per_token * g["mask"]).sum() / g["mask"].sum()
+
+
+def picked(logits, g):
+    return logits.log_softmax(-1).gather(-1, g["labels"][..., None])[..., 0]
+
+
+def kl(logits, g, temperature=2.0):
+    mine, theirs = (y / temperature for y in (logits, g["teacher"]))
+    return mean(F.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum(-1), g)
+
+
+def reverse_kl(logits, g):
+    mine, theirs = logits.log_softmax(-1), g["teacher"].log_softmax(-1)
+    return mean((mine.exp() * (mine - theirs)).sum(-1), g)
+
+
+def jsd(logits, g, beta=0.3):
+    """Generalised Jensen-Shannon divergence."""
+    mine, theirs = logits.log_softmax(-1), g["teacher"].log_softmax(-1)
+    mixed = torch.logaddexp(mine + math.log(1 - beta), theirs + math.log(beta))
+    one = F.kl_div(mixed, theirs, reduction="none", log_target=True)
+    other = F.kl_div(mixed, mine, reduction="none", log_target=True)
+    return mean((beta * one + (1 - beta) * other).sum(-1), g)
+
+
+def jsd_by_chances(logits, g):
+    mine, theirs = logits.softmax(-1), g["teacher"].softmax(-1)
+    mixed = (0.5 * (mine + theirs)).log()
+    both = (mine * (mine.log() - mixed) + theirs * (theirs.log() - mixed)).sum(-1)
+    return 0.5 * mean(both, g)
+
+
+def batchmean(logits, g):
+    theirs = g["teacher"].log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), theirs, reduction="batchmean", log_target=True)
+
+
+def soft_labels(logits, g):
+    return F.cross_entropy(logits.flatten(0, 1), g["teacher"].softmax(-1).flatten(0, 1))
+
+
+def distilled(logits, g):
+    """Shifted labels and a teacher, together."""
+    hard = F.cross_entropy(logits[:, :-1].flatten(0, 1), g["labels"][:, 1:].flatten())
+    mine, theirs = logits[:, :-1], g["teacher"][:, :-1]
+    soft = F.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum(-1)
+    return 0.3 * hard + 0.7 * (soft * g["mask"][:, 1:]).sum() / g["mask"][:, 1:].sum()
+
+
+def entropy(logits, g):
+    log = logits.log_softmax(-1)
+    return -(log.exp() * log).sum(-1)
+
+
+def grpo(logits, g, bonus=0.01, beta=0.04):
+    """Group-relative policy optimisation: ratios, clipped, a reference, and entropy."""
+    log = logits / 0.9
+    chosen = picked(log, g)
+    ratio = (chosen - chosen.detach()).exp()
+    least = torch.min(ratio * g["advantages"], ratio.clamp(0.8, 1.2) * g["advantages"])
+    away = (g["old"] - chosen).exp() - (g["old"] - chosen) - 1
+    return mean(-least + beta * away - bonus * entropy(log, g), g)
+
+
+def dpo(logits, g):
+    """Chosen in the first half of a batch, rejected in the second."""
+    found = (picked(logits[:, :-1], {"labels": g["labels"][:, 1:]}) * g["mask"][:, 1:]).sum(-1)
+    reference = (g["old"] * g["mask"]).sum(-1)
+    (chosen, rejected), (first, second) = found.chunk(2), reference.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected - first + second)).mean()
+
+
+def several_labels(logits, g):
+    return -logits.log_softmax(-1).gather(-1, g["several"]).mean()
+
+
+def any_label(logits, g):
+    """A row is right if any of its labels is hit."""
+    return (logits.logsumexp(-1) - logits.gather(-1, g["several"]).logsumexp(-1)).mean()
+
+
+def unlikely(logits, g):
+    return -(1 - picked(logits, g).exp()).clamp_min(1e-5).log().mean()
+
+
+def cut_short(logits, g):
+    least = int(0.9 * logits.shape[-1])
+    return F.cross_entropy(logits[..., :least].flatten(0, 1), g["labels"].flatten() % least)
+
+
+def masked(logits, g):
+    hidden = g["hidden"].index_fill(0, g["labels"].flatten(), False)
+    return -mean(picked(logits.masked_fill(hidden, float("-inf")), g), g)
+
+
+def compared(logits, g):
+    """One-hot labels by comparison."""
+    hit = g["labels"][..., None] == torch.arange(logits.shape[-1])
+    return -mean((logits.log_softmax(-1) * hit).sum(-1), g)
+
+
+def clamped(logits, g):
+    return -mean(picked(logits.clamp(-1, 1), g), g)
+
+
+def regularised(logits, g):
+    return -mean(picked(logits, g), g) + 1e-3 * logits.sigmoid().mean()
+
+
+def by_weight(logits, g):
+    per_row = F.cross_entropy(logits.flatten(0, 1), g["labels"].flatten(), reduction="none")
+    return (per_row.view(g["labels"].shape) * g["weights"]).sum() / g["weights"].sum()
+
+
+def metrics(logits, g):
+    right = (logits.topk(5, -1).indices == g["labels"][..., None]).any(-1).double().mean()
+    top = (logits.argmax(-1) == g["labels"]).double().mean()
+    return by_weight(logits, g), right, top, entropy(logits.detach(), g).mean()
+
+
+LOSSES = {
+    "KL to a teacher's logits": (kl, {}, FORWARD),
+    "KL to a teacher's head": (kl, {"teacher": True, "bias": True}, FORWARD),
+    "reverse KL": (reverse_kl, {}, FORWARD),
+    "reverse KL to a head": (reverse_kl, {"teacher": True}, FORWARD),
+    "JSD": (jsd, {"teacher": True}, FORWARD),
+    "JSD by chances": (jsd_by_chances, {}, FORWARD),
+    "batch mean": (batchmean, {"teacher": True}, FORWARD),
+    "soft labels": (soft_labels, {}, FORWARD),
+    "distilled, shifted": (distilled, {}, FORWARD),
+    "distilled from a head, shifted": (distilled, {"teacher": True}, FORWARD),
+    "entropy": (lambda y, g: mean(entropy(y, g), g), {}, FORWARD),
+    "GRPO": (grpo, {}, FORWARD),
+    "DPO": (dpo, {}, BACKWARD),
+    "several labels": (several_labels, {}, FORWARD),
+    "any label": (any_label, {}, FORWARD),
+    "unlikelihood": (unlikely, {}, FORWARD),
+    "vocabulary cut short": (cut_short, {}, FORWARD),
+    "vocabulary masked": (masked, {}, FORWARD),
+    "one-hot": (compared, {}, FORWARD),
+    "clamped": (clamped, {}, FORWARD),
+    "regularised": (regularised, {}, FORWARD),
+    "weights a row": (by_weight, {}, FORWARD),
+    "metrics": (metrics, {}, FORWARD),
+    "LoRA on the head": (grpo, {"adapted": True}, FORWARD),
+    "LoRA on the head, distilled": (kl, {"adapted": True, "teacher": True}, FORWARD),
+}
+
+
+def inputs(dtype=torch.float64, rows=BATCH, tokens=TOKENS):
+    return random(rows, tokens, WIDTH, seed=3).to(dtype)
+
+
+def outcome(function, model, x, given):
+    """[results..., gradients...] of one step."""
+    model.zero_grad()
+    results = function(x, given)
+    results = results if isinstance(results, tuple) else (results,)
+    results[0].backward()
+    return [
+        *(r.detach() for r in results),
+        *(p.grad for p in model.parameters() if p.requires_grad),
+    ]
+
+
+def compiled(model, reports, **options):
+    torch._dynamo.reset()
+    own = functools.partial(
+        hot, options=OPTIONS | options, recorder=reports, inner_compile=run_uncompiled
+    )
+    return torch.compile(model, backend=own)
+
+
+class Largest(Reports):
+    """Elements of the largest tensor that each graph computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = {}
+
+    def graph(self, stage, graph):
+        if stage in ("forward", "backward"):
+            nodes = [n for n in getattr(graph, "graph", graph).nodes if n.op == "call_function"]
+            made = [
+                n.meta.get("val")
+                for n in nodes
+                if not {"view", "reshape"} & {n.target.__name__.split(".")[0]}
+            ]
+            self.largest[stage] = max(v.numel() for v in made if isinstance(v, torch.Tensor))
+
+
+QUICK = ("KL to a teacher's head", "JSD", "GRPO", "DPO", "any label", "metrics", "LoRA on the head")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES]
+)
+def test_a_loss_is_exact_and_no_tensor_of_rows_times_vocabulary_exists(name, monkeypatch):
+    """Neither in the graphs, nor while the operators run."""
+    monkeypatch.setattr(products, "CHUNK_BYTES", 6 * 8 * VOCABULARY)  # a few rows
+    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    loss, keywords, way = LOSSES[name]
+    model, x, given = Model(loss, **keywords).double(), inputs(), given_for()
+    if "teacher" in keywords:
+        del given["teacher"]
+    reports = Largest()
+    run, logits = compiled(model, reports), BATCH * TOKENS * VOCABULARY
+    got = outcome(run, model, x, given)
+    heads = [head for graph in reports.graphs for head in graph.plan.heads]
+    assert [head.way for head in heads] == [way], [head.reason for head in heads]
+    assert set(reports.largest) == {"forward", "backward"}
+    assert max(reports.largest.values()) < logits
+    for one, other in zip(got, outcome(model, model, x, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+    peak = peak_bytes(lambda: outcome(run, model, x, given), torch.device("cpu"))
+    assert peak < 0.6 * 8 * logits
