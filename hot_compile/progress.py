@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.errors import LiveError
 from rich.progress import (
     BarColumn,
     Progress,
@@ -19,6 +20,8 @@ from rich.progress import (
 
 _PATIENCE = 5.0
 """Seconds before anything is shown."""
+_STDERR = Console(stderr=True)
+"""One for all: of two that are under way at a time it can show both, or the outer one."""
 
 
 @contextlib.contextmanager
@@ -27,12 +30,19 @@ def progress(total: int, console: Console | None = None) -> Iterator[Callable[[s
 
     Shown on stderr while it lasts, if that is a terminal.
     """
-    console = console or Console(stderr=True)
+    console = console or _STDERR
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn()
     times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
     bar = Progress(*columns, *times, console=console, transient=True)
     row, begun = bar.add_task("", total=total), itertools.count()
-    timer = threading.Timer(_PATIENCE, bar.start)
+    shown = contextlib.ExitStack()
+
+    def show() -> None:
+        with contextlib.suppress(LiveError):  # rich below 14.1 shows one at a time
+            bar.start()
+            shown.callback(bar.stop)
+
+    timer = threading.Timer(_PATIENCE, show)
     timer.daemon = True
     if console.is_terminal:
         timer.start()
@@ -42,4 +52,4 @@ def progress(total: int, console: Console | None = None) -> Iterator[Callable[[s
         timer.cancel()
         if console.is_terminal:
             timer.join()
-        bar.stop()
+        shown.close()

@@ -14,6 +14,7 @@ from .errors import BuildError
 from .passes.cost import tuned
 from .passes.cost.devices import table_entry, tune
 from .passes.cost.linear import Rates
+from .progress import progress
 from .runtime.native.providers import status
 from .tables import PlainTable
 
@@ -51,7 +52,9 @@ def measure(device: torch.device) -> None:
     """
     console = Console(highlight=False)
     try:
-        rates = tune(device)
+        with progress(1) as begin:
+            begin(f"measuring {device}, some seconds")
+            rates = tune(device)
     except (BuildError, OSError, RuntimeError) as error:
         console.print(Text(f"{device}: {error}", style="red"))
         raise typer.Exit(1) from None

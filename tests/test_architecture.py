@@ -13,7 +13,7 @@ PACKAGES = {
     "passes": "hot_compile.passes",
     "runtime": "hot_compile.runtime",
 }
-LEAVES = {f"hot_compile.{name}" for name in ("errors", "config", "parsers", "sizes")}
+LEAVES = {f"hot_compile.{name}" for name in ("errors", "config", "parsers", "sizes", "progress")}
 FILE_CAP, FUNCTION_CAP = 500, 100
 
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,16 +25,22 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from rich.console import Console
+from torch._dynamo.utils import dynamo_timed
 
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
+from hot_compile.progress import progress
 from hot_compile.runtime.native import prebuilt
 from hot_compile.runtime.native.extensions import Extension, Source, cpu_extension
 from hot_compile.runtime.native.toolkit import cuda_extension
 
 log = logging.getLogger("hot_compile")
 
+TIMED_AS = "hot_compile.build"
+"""By this key Dynamo's account of times holds what building took."""
 _CXX_NAMES = ("g++", "clang++", "c++")
+_DONE = re.compile(r"\[\d+/\d+\]")
+"""How a line of ninja's begins that says that another source is compiled."""
 # torch's own C++ runtime: an exception thrown by another copy, which a compiler that links it
 # statically would put into the library, crashes the process on its way out
 _CXX_RUNTIME = ("-l:libstdc++.so.6",) if sys.platform == "linux" else ()
@@ -160,9 +167,18 @@ def _build_file(extension: Extension, compiler: tuple[str, ...]) -> str:
 
 def _run_ninja(extension: Extension, compiler: tuple[str, ...], folder: Path) -> Path:
     (folder / "build.ninja").write_text(_build_file(extension, compiler))
-    done = subprocess.run([_ninja()], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
+    said = []
+    process = functools.partial(
+        subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with progress(len(extension.sources) + 1) as begin, process([_ninja()], cwd=folder) as ninja:
+        begin(f"building {extension.name}")
+        for line in ninja.stdout or ():
+            said.append(line)
+            if _DONE.match(line):
+                begin(f"building {extension.name}")
+    if ninja.returncode != 0:
+        tail = "".join(said[-30:]).strip()
         raise BuildError(
             f"could not build {extension.name} with {' '.join(compiler)} "
             f"({compiler_version(compiler).splitlines()[0]}). The compiler said:\n{tail}\n"
@@ -195,7 +211,10 @@ def _build_into(extension: Extension, compiler: tuple[str, ...], target: Path) -
     compiling = f"hot_compile: building {extension.name} with {' '.join(compiler)}, once ..."
     console.print(compiling, soft_wrap=True)  # one line, however long a path is
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=f"{extension.name}-build-") as folder:
+    with (
+        dynamo_timed(TIMED_AS),
+        tempfile.TemporaryDirectory(dir=cache_dir(), prefix=f"{extension.name}-build-") as folder,
+    ):
         library = _run_ninja(extension, compiler, Path(folder))
         target.parent.mkdir(exist_ok=True)
         os.replace(library, target)

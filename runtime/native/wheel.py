@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hot_compile.errors import BuildError
+from hot_compile.progress import progress
 from hot_compile.runtime.native import build, prebuilt
 from hot_compile.runtime.native.extensions import STABLE_ABI, Extension, cpu_extension
 from hot_compile.runtime.native.toolkit import ARCHITECTURES, cuda_extension
@@ -72,13 +73,18 @@ def make_wheel(
             not every system has, a wheel that is too large, or pip or wheel fails.
     """
     _check_source(source)
-    with tempfile.TemporaryDirectory() as scratch:
+    with progress(len(device_types) + 2) as begin, tempfile.TemporaryDirectory() as scratch:
+        begin("packing what is Python")
         pure = _pure_wheel(source, Path(scratch))
         _tool("wheel", "unpack", str(pure), "--dest", scratch)
         (tree,) = (path for path in Path(scratch).glob("hot_compile-*") if path.is_dir())
         folder = tree / "hot_compile" / "runtime" / prebuilt.FOLDER.name
         folder.mkdir()
-        oldest = max(_add_library(device_type, folder) for device_type in device_types)
+        oldest = 0
+        for device_type in device_types:
+            begin(f"building the operators for {device_type}")
+            oldest = max(oldest, _add_library(device_type, folder))
+        begin("packing the wheel")
         oldest = max(oldest, *(_take_over(other, folder) for other in others), 0)
         _retag(tree, f"manylinux_2_{oldest}_{platform.machine()}")
         output.mkdir(parents=True, exist_ok=True)

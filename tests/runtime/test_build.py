@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -12,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import hot_compile
+from hot_compile import progress
 from hot_compile.errors import BuildError
 from hot_compile.passes import pipeline
 from hot_compile.runtime.native import build, extensions, providers
@@ -205,3 +209,15 @@ def test_products_are_exact_without_vnni(isa):
     """oneDNN's product without VNNI adds pairs in saturating 16 bits; ours must take over."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
     subprocess.run([sys.executable, "-c", SATURATION], env=environment, check=True, timeout=100)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_terminal_sees_how_far_a_build_is(tiny, monkeypatch, outer):
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr(progress, "_STDERR", terminal)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    with progress.progress(1) if outer else contextlib.nullcontext(print) as begin:
+        begin("around it")  # as ``doctor`` has one
+        build.build(tiny)
+    assert ("around it" if outer else "building tiny") in shown.getvalue()
