@@ -13,7 +13,7 @@ import torch
 
 from .config import Rows, Strategy
 from .graphs import FORWARD, Fact, Snapshot, stage_of
-from .passes.base.graph import CASTS, VIEWS
+from .passes.base.operators import CASTS, VIEWS
 from .passes.base.schemes import Scheme, Unit
 from .passes.layers.decision import Decision
 from .passes.profile.profile import LayerProfile, Profile, gw_variant, gx_variant

@@ -19,9 +19,8 @@ import torch._inductor.config
 from torch import fx
 
 from hot_compile.passes.base.emit import describe
-from hot_compile.passes.base.graph import CASTS, VIEWS, closure, is_pointwise, walk
-from hot_compile.passes.storage.norms import REDUCTIONS
-from hot_compile.passes.storage.readers import MOVES
+from hot_compile.passes.base.graph import closure, walk
+from hot_compile.passes.base.operators import CASTS, MOVES, REDUCTIONS, VIEWS, is_pointwise
 from hot_compile.runtime.ops import SCHEMAS
 from hot_compile.runtime.planes import RESTORING
 from hot_compile.runtime.reference.calls import Call, Calls, Optional, Size, Value

@@ -12,7 +12,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from hot_compile.passes.base.graph import VIEWS, aten, placeholders
+from hot_compile.passes.base.graph import aten, placeholders
+from hot_compile.passes.base.operators import VIEWS
 
 prims = torch.ops.prims
 _DESCRIBING = (

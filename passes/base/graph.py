@@ -10,37 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from hot_compile.passes.base.operators import TRANSPOSES
+
 aten = torch.ops.aten
 
 IMAGE_DIMS = 4
 CHANNEL_DIM = 1
 """Of an image, a signal or a volume."""
-
-TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
-RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
-IN_ORDER = RESHAPES | SQUEEZES | {aten.alias.default}
-"""They leave all elements, and leave them in their order."""
-VIEWS = {
-    *RESHAPES,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.alias.default,
-    *TRANSPOSES,
-}
-PADS = {aten.constant_pad_nd.default}
-CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
-PARTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
-"""Operators that take a part, and where they have its dimension among their arguments."""
-SPLITS: dict[Any, int] = {
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1,
-}
-"""Likewise of those that return all parts."""
 
 
 def rank_of(node: fx.Node) -> int:
@@ -94,11 +70,6 @@ def named_inputs(graph: fx.Graph, names: Sequence[str | None]) -> dict[fx.Node, 
         if name and not is_tangent(node):
             found[node] = name
     return found
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Its operator works element by element."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def walk(seeds: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

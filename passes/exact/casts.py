@@ -13,12 +13,13 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import VIEWS, aten, is_ours, value_of
+from hot_compile.passes.base.graph import is_ours, value_of
+from hot_compile.passes.base.operators import BATCHED_PRODUCTS, MATRIX_PRODUCTS, VIEWS
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.runtime import casts
 
 _CAST = torch.ops.prims.convert_element_type.default
-_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_PRODUCTS = MATRIX_PRODUCTS | BATCHED_PRODUCTS
 GROUP_BYTES = 2**25
 """Most bytes of a group: what is cast before its turn takes memory until it comes."""
 _MOST_DIMS = 2

@@ -16,12 +16,13 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_pointwise
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.operators import ADDITIVE, CASTS, VIEWS, is_pointwise
 from hot_compile.runtime.pointwise import lowered
 
 _SHORT = torch.ops.hot.short_function.default
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
-_ADDITIONS = {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
+_ADDITIONS = ADDITIVE | {aten.rsub.Scalar}
 _PRODUCTS = {aten.mul.Tensor, aten.pow.Tensor_Scalar}
 _DEEPEST = 24
 """Operators between a function and the 16-bit numbers that it is of, at most."""

@@ -17,8 +17,9 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter, channels_first, node_of
 from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.operators import FLOATS
 from hot_compile.passes.exact.first_conv import backwards_of, slow_in_cudnn, wants_grad_input
-from hot_compile.passes.layers.match_conv import FLOATS, each_dimension
+from hot_compile.passes.layers.match_conv import each_dimension
 
 
 def applies(conv: fx.Node) -> bool:

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter, prims
-from hot_compile.passes.base.graph import CASTS, RESHAPES, aten, value_of
+from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.operators import CASTS, RESHAPES
 
 _FLATTENING = RESHAPES | {aten.clone.default}
 """They keep the order of elements."""

@@ -10,7 +10,8 @@ import dataclasses
 from torch import fx
 
 from hot_compile.config import HotConfig
-from hot_compile.passes.base.graph import CASTS, VIEWS, is_pointwise, strip
+from hot_compile.passes.base.graph import strip
+from hot_compile.passes.base.operators import CASTS, VIEWS, is_pointwise
 from hot_compile.passes.base.site import Site, SiteNodes, hint
 from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, shape_of
 from hot_compile.passes.cost.linear import Rates, Shape

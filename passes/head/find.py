@@ -10,19 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import (
-    aten,
-    is_pointwise,
-    made_of_tangents,
-    module_path,
-    untranspose,
-)
+from hot_compile.passes.base.graph import aten, made_of_tangents, module_path, untranspose
+from hot_compile.passes.base.operators import MATRIX_PRODUCTS, is_pointwise
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.algebra import Basis, Expr, Wide, const, total_of
 from hot_compile.passes.head.chunks import Chunks
 from hot_compile.passes.head.operands import (
     FLAT,
-    PRODUCTS,
     NotUnderstood,
     args_of,
     has_size,
@@ -146,7 +140,7 @@ def _found(product: fx.Node, name: str) -> Head | Rows | Refused:
 
 def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterator[fx.Node]:
     for node in graph.nodes:
-        if node.target not in PRODUCTS or node in gradients:
+        if node.target not in MATRIX_PRODUCTS or node in gradients:
             continue
         if bytes_of(node.meta["val"]) >= least and _reaches_softmax(node):
             yield node

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, closure, is_tangent, made_of_tangents
+from hot_compile.passes.base.graph import aten, closure, is_tangent, made_of_tangents
+from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.head.algebra import Expr
 from hot_compile.passes.head.emission import RowWriter
 from hot_compile.passes.head.find import Head

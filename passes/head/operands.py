@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import CASTS, RESHAPES, SQUEEZES, aten, strip
+from hot_compile.passes.base.graph import aten, strip
+from hot_compile.passes.base.operators import CASTS, RESHAPES, SQUEEZES
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.head.algebra import (
     ONE,
@@ -25,7 +26,6 @@ from hot_compile.passes.head.sizes import Size, Symbolic, minus, plus, size_of
 
 Shape = tuple[Any, ...]
 COPIES = CASTS | {aten.alias.default, aten.clone.default}
-PRODUCTS = {aten.mm.default, aten.addmm.default}
 FLAT = RESHAPES | SQUEEZES | COPIES
 """They keep the order in which rows are counted."""
 _FOREVER = 2**62

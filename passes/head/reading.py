@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.base.graph import CASTS, RESHAPES, SQUEEZES, VIEWS, aten, is_tangent, strip
+from hot_compile.passes.base.graph import aten, is_tangent, strip
+from hot_compile.passes.base.operators import (
+    ADDITIVE,
+    CASTS,
+    MATRIX_PRODUCTS,
+    SCALED,
+    TRANSPOSES,
+    VIEWS,
+)
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.head.algebra import (
     LSE,
@@ -34,7 +42,6 @@ from hot_compile.passes.head.algebra import (
 from hot_compile.passes.head.operands import (
     COPIES,
     FLAT,
-    PRODUCTS,
     NotUnderstood,
     Shape,
     apart,
@@ -55,10 +62,6 @@ from hot_compile.passes.head.operands import (
     without,
 )
 from hot_compile.passes.head.sizes import minus, size_of
-
-_ADDS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
-_MULS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-_SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 
 
 class Reading:
@@ -112,11 +115,11 @@ class Reading:
 
     def _understand(self, node: fx.Node, like: Wide) -> None:
         """Note what ``node`` is; ``like``: one of the wide tensors it reads."""
-        if node.target in PRODUCTS:
+        if node.target in MATRIX_PRODUCTS:
             self.readers[node] = like
             return
         self.windows[node] = like.window
-        if node.target in _SUMS or node.target is aten.amax.default:
+        if node.target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
             self._reduce(node, like)
             return
         if node.target is aten.gather.default and args_of(node)[0] in self.wide:
@@ -131,7 +134,7 @@ class Reading:
             return rule(self, node, like)
         if any(n in self.wide for n in node.all_input_nodes):
             raise NotUnderstood(f"the logits are also read by {_name(node)}")
-        if node.target in PRODUCTS:
+        if node.target in MATRIX_PRODUCTS:
             raise NotUnderstood("the logits are the sum of several products (LoRA on the head?)")
         raise NotUnderstood("the logits meet another tensor of their size, such as a teacher's")
 
@@ -466,11 +469,11 @@ class Reading:
 
 
 RULES: dict[Any, Callable[[Reading, fx.Node, Wide], Wide]] = {
+    **dict.fromkeys(FLAT, Reading._reshape),
     **dict.fromkeys(COPIES, Reading._alike),
-    **dict.fromkeys(RESHAPES | SQUEEZES, Reading._reshape),
-    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), Reading._permute),
-    **dict.fromkeys(_ADDS, Reading._add),
-    **dict.fromkeys(_MULS, Reading._mul),
+    **dict.fromkeys(TRANSPOSES, Reading._permute),
+    **dict.fromkeys(ADDITIVE, Reading._add),
+    **dict.fromkeys(SCALED, Reading._mul),
     **dict.fromkeys(
         (aten.scatter.value, aten.scatter.src, aten.scatter_add.default), Reading._scatter
     ),

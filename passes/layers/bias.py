@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, RESHAPES, aten, strip
+from hot_compile.passes.base.graph import aten, strip
+from hot_compile.passes.base.operators import CASTS, RESHAPES
 from hot_compile.passes.base.site import hint
 
 _SAME_ORDER = CASTS | RESHAPES

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, strip
+from hot_compile.passes.base.graph import aten, strip
+from hot_compile.passes.base.operators import CASTS, VIEWS
 
 _PUT_TOGETHER = {
     aten.cat.default,

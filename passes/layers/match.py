@@ -15,10 +15,6 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import (
-    CASTS,
-    PADS,
-    RESHAPES,
-    VIEWS,
     aten,
     closure,
     is_tangent,
@@ -30,12 +26,19 @@ from hot_compile.passes.base.graph import (
     strip,
     untranspose,
 )
+from hot_compile.passes.base.operators import (
+    BATCHED_PRODUCTS,
+    CASTS,
+    FLOATS,
+    MATRIX_PRODUCTS,
+    PADS,
+    RESHAPES,
+    VIEWS,
+)
 from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.layers.bias import grad_bias
-from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, FLOATS, match_convolution
+from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, match_convolution
 
-_PRODUCTS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
-_BATCHED = {aten.bmm.default, aten.baddbmm.default}
 _LOSS = {aten._log_softmax.default, aten.logsumexp.default, aten._softmax.default}
 _REORDERED: set[object] = VIEWS | CASTS | PADS | {aten.clone.default}
 _FLATTENING = RESHAPES | CASTS | {aten.clone.default}
@@ -79,11 +82,11 @@ class _Context:
         self.activations = closure(users) if inputs.parameters else set()
         self.known_inputs = bool(inputs.parameters)
         self.batch_sizes = [n.meta["val"].shape[0] for n in users if rank_of(n) >= 1]
-        products = [node for node in graph.nodes if node.target in _PRODUCTS]
+        products = [node for node in graph.nodes if node.target in MATRIX_PRODUCTS]
         self.forward_products = [n for n in products if n not in self.backward]
         self.pending = dict.fromkeys(n for n in products if n in self.backward)
         backward = [n for n in reversed(graph.nodes) if n in self.backward]
-        self.batched = [n for n in backward if n.target in _BATCHED]
+        self.batched = [n for n in backward if n.target in BATCHED_PRODUCTS]
         self.convolution_backwards = [n for n in backward if n.target is CONVOLUTION_BACKWARD]
 
     def pair(self, forward: fx.Node) -> Iterator[Site]:
@@ -228,7 +231,8 @@ def _is_user_tensor(node: fx.Node) -> bool:
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node]:
-    first, second = (product.args[i] for i in _PRODUCTS[product.target])
+    place = MATRIX_PRODUCTS[product.target]
+    first, second = product.args[place : place + 2]
     return first, second  # type: ignore[return-value]
 
 

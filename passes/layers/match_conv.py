@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.operators import FLOATS
 from hot_compile.passes.base.site import ConvNodes, Convolution, Site
 
 CONVOLUTION_BACKWARD = aten.convolution_backward.default
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _MOST_DIMENSIONS = 3
 
 

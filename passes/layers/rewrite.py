@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.config import Strategy
 from hot_compile.passes.base.emit import Emitter, node_of
-from hot_compile.passes.base.graph import CASTS, VIEWS, strip
+from hot_compile.passes.base.graph import strip
+from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.site import ConvNodes, Site, SiteNodes
 from hot_compile.passes.layers.bias import precedes, total
 from hot_compile.passes.layers.decision import Decision

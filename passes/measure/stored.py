@@ -15,19 +15,26 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_ours, made_of_tangents, module_path
+from hot_compile.passes.base.graph import aten, is_ours, made_of_tangents, module_path
+from hot_compile.passes.base.operators import (
+    BATCHED_PRODUCTS,
+    CASTS,
+    LAYER_PRODUCTS,
+    MOVES,
+    SUMS,
+    VIEWS,
+)
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.readers import BATCHED, MOVES, PRODUCTS
 from hot_compile.passes.storage.store import in_order
 
 _MOST = 400
 """Operators between a tensor and the gradients it feeds; beyond, it is not measured."""
 _NOISE = 1.0
 """A gradient whose error by the finest scheme is no less is nothing but rounding."""
-_SUMS = {aten.add.Tensor, aten.sum.dim_IntList, aten.sum.default}
+_SUMS = SUMS | {aten.add.Tensor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +252,7 @@ def _is_product(node: object) -> bool:
     name = getattr(node.target, "__name__", "")
     attention = "attention" in name and "backward" in name
     ours = is_ours(node)
-    return attention or ours or node.target in PRODUCTS or node.target in BATCHED
+    return attention or ours or node.target in LAYER_PRODUCTS or node.target in BATCHED_PRODUCTS
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, CHANNEL_DIM, IMAGE_DIMS, IN_ORDER, aten, strip
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, strip
+from hot_compile.passes.base.operators import CASTS, IN_ORDER
 
 _STEPS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
 _FEWEST = 3

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import IN_ORDER, aten, walk
+from hot_compile.passes.base.graph import aten, walk
+from hot_compile.passes.base.operators import IN_ORDER
 from hot_compile.passes.base.site import hint
 
 FEWEST = 4

@@ -27,20 +27,28 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import (
-    CASTS,
     IMAGE_DIMS,
-    PARTS,
-    SPLITS,
-    TRANSPOSES,
-    VIEWS,
     aten,
     closure,
-    is_pointwise,
     made_of_tangents,
     named_inputs,
     placeholders,
     rank_of,
     strip,
+)
+from hot_compile.passes.base.operators import (
+    BATCHED_PRODUCTS,
+    CASTS,
+    DEVIATIONS,
+    EXTREMES,
+    MATRIX_PRODUCTS,
+    PARTS,
+    REDUCTIONS,
+    SCALED_BY_TENSOR,
+    SPLITS,
+    TRANSPOSES,
+    VIEWS,
+    is_pointwise,
 )
 from hot_compile.passes.base.site import Site, hint
 from hot_compile.passes.layers.match import GraphInputs
@@ -50,27 +58,12 @@ CENTRED = (
     "no norm bounds it, and what its rows have in common is taken away behind it, as by a batch "
     "norm: what is left may be less than errors"
 )
-_WEIGHTS: dict[Any, int] = {
-    aten.mm.default: 1,
-    aten.addmm.default: 2,
-    aten.convolution.default: 1,
-    aten.bmm.default: 1,
-    aten.baddbmm.default: 2,
-}
-"""Products, and where they have the weight."""
-_BATCHED = {aten.bmm.default, aten.baddbmm.default}
-_DEVIATIONS = {aten.var_mean.correction, aten.var.correction}
-_STATISTICS = _DEVIATIONS | {
-    aten.mean.dim,
-    aten.sum.dim_IntList,
-    aten.amax.default,
-    aten.amin.default,
-}
+_FIRST = {**MATRIX_PRODUCTS, **BATCHED_PRODUCTS, aten.convolution.default: 0}
+"""Products, and where they have the first factor; the weight follows."""
 _SAME = VIEWS | CASTS
-_MULTIPLES = _SAME | {aten.div.Tensor, aten.mul.Tensor, aten.squeeze.dims, operator.getitem}
+_MULTIPLES = _SAME | SCALED_BY_TENSOR | {aten.squeeze.dims, operator.getitem}
 _ATTENTION, _KEY = "_scaled_dot_product", 1
 
-_EXTREMES = {aten.amax.default, aten.amin.default}
 
 Features = frozenset[int]
 """Dimensions of a tensor along which a layer's outputs lie; the others are rows."""
@@ -184,7 +177,7 @@ def _is_even(node: fx.Node, data: Collection[fx.Node], even: Set[fx.Node]) -> bo
 
     Not where weights are among its rows: class tokens, registers, prompts.
     """
-    if node.target in _DEVIATIONS:
+    if node.target in DEVIATIONS:
         return True
     operands = node.all_input_nodes
     given = [operand for operand in operands if operand in data]
@@ -196,14 +189,14 @@ def _takes(node: fx.Node, features: dict[fx.Node, Features]) -> bool:
     """Rows of what ``node`` reads (of attention: the keys) may have anything in common."""
     if _ATTENTION in str(node.target):
         return True
-    if node.target in _DEVIATIONS:
+    if node.target in DEVIATIONS:
         return _summed_rows(node, features) is not None
     operands = node.args[:2]
     if node.target is not aten.sub.Tensor or not all(isinstance(o, fx.Node) for o in operands):
         return False
     whole, less = operands
     own, statistic = strip(whole, _SAME), strip(less, _MULTIPLES)  # type: ignore[arg-type]
-    if statistic.target in _STATISTICS:
+    if statistic.target in REDUCTIONS:
         summed = _summed_rows(statistic, features)
         return summed is not None and strip(summed, _SAME) is own
     if strip(less, _SAME) is not own:  # type: ignore[arg-type]
@@ -215,10 +208,10 @@ def _takes_mean(taking: fx.Node) -> bool:
     """What is left is what tells rows apart: not so of softmaxes, which take their rows' largest
     away, and attention's are of every transformer.
     """
-    if taking.target in _DEVIATIONS:
+    if taking.target in DEVIATIONS:
         return True
     less = taking.args[1] if taking.target is aten.sub.Tensor else None
-    return isinstance(less, fx.Node) and strip(less, _MULTIPLES).target not in _EXTREMES
+    return isinstance(less, fx.Node) and strip(less, _MULTIPLES).target not in EXTREMES
 
 
 def _summed_rows(reduction: fx.Node, features: dict[fx.Node, Features]) -> fx.Node | None:
@@ -257,10 +250,10 @@ def _features(node: fx.Node, known: dict[fx.Node, Features]) -> Features:
         return known[given[0]]
     if not isinstance(value, torch.Tensor):
         return frozenset()
-    if node.target in _WEIGHTS:
-        if node.args[_WEIGHTS[node.target]] in known:
+    if node.target in _FIRST:
+        if node.args[_FIRST[node.target] + 1] in known:
             return frozenset()  # rows by rows, as logits of attention
-        return frozenset({value.dim() - 1 if node.target in _BATCHED else 1})
+        return frozenset({value.dim() - 1 if node.target in BATCHED_PRODUCTS else 1})
     sources = [n for n in given if rank_of(n)]
     if sources and node.target in VIEWS:
         return _viewed(node, sources[0], known[sources[0]])

@@ -9,19 +9,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, VIEWS, aten
+from hot_compile.passes.base.graph import CHANNEL_DIM, aten
+from hot_compile.passes.base.operators import JUMPS, SCALED_BY_TENSOR, VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage import trial
 
-_FACTORS = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self}
+_FACTORS = SCALED_BY_TENSOR | {aten.neg.default, aten.where.self}
 """What may still be done to a value that another tensor multiplies."""
-_JUMPS = {getattr(aten, name).default for name in ("floor", "ceil", "round", "trunc", "frac")} | {
-    aten.remainder.Scalar,
-    aten.fmod.Scalar,
-    aten.round.decimals,
-}
-"""They turn the smallest error into a whole step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Chain:
         Returns why that cannot be followed, '' if it can.
         """
         links = [self._links[n] for n in user.all_input_nodes if n in self._links]
-        if user.target in _JUMPS:
+        if user.target in JUMPS:
             return f"rounded to whole steps ({user.target})"
         if len({link.place for link in links}) > 1:
             return "combined with itself in other places"

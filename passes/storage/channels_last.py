@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import IMAGE_DIMS, VIEWS, aten, is_ours, strip
+from hot_compile.passes.base.graph import IMAGE_DIMS, aten, is_ours, strip
+from hot_compile.passes.base.operators import VIEWS
 
 log = logging.getLogger("hot_compile")
 

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import refresh
-from hot_compile.passes.base.graph import aten, is_pointwise, returned
+from hot_compile.passes.base.graph import aten, returned
+from hot_compile.passes.base.operators import is_pointwise
 
 
 def merge_copies(graph: fx.Graph) -> int:

@@ -14,7 +14,6 @@ from torch import fx
 
 from hot_compile.passes.base.graph import (
     IMAGE_DIMS,
-    VIEWS,
     closure,
     is_ours,
     module_path,
@@ -23,6 +22,7 @@ from hot_compile.passes.base.graph import (
     returned,
     strip,
 )
+from hot_compile.passes.base.operators import FLOATS, REDUCTIONS, VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
@@ -33,14 +33,7 @@ from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.differences import DIFFERENCED
 from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
 from hot_compile.passes.storage.normalised import is_normalised
-from hot_compile.passes.storage.norms import REDUCTIONS
-from hot_compile.passes.storage.readers import (
-    FLOATS,
-    Facts,
-    Reading,
-    facts,
-    read,
-)
+from hot_compile.passes.storage.readers import Facts, Reading, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""

@@ -16,21 +16,19 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.base.graph import (
+from hot_compile.passes.base.graph import aten, is_ours, made_of, made_of_tangents, strip
+from hot_compile.passes.base.operators import (
     CASTS,
     PARTS,
+    SCALED_BY_TENSOR,
     SPLITS,
+    SUMS_OF_TWO,
     VIEWS,
-    aten,
-    is_ours,
-    made_of,
-    made_of_tangents,
-    strip,
 )
 from hot_compile.passes.base.site import Site
 
 DIFFERENCED = "feeds a difference of two uses of one weight: what is left may be less than errors"
-_SCALED = VIEWS | CASTS | {aten.mul.Tensor, aten.div.Tensor, aten.neg.default}
+_SCALED = VIEWS | CASTS | SCALED_BY_TENSOR | {aten.neg.default}
 
 
 def differenced(graph: fx.Graph, sites: Iterable[Site]) -> set[fx.Node]:
@@ -57,7 +55,7 @@ def differenced(graph: fx.Graph, sites: Iterable[Site]) -> set[fx.Node]:
 
 def _subtracts(node: fx.Node, differences: Set[fx.Node]) -> bool:
     """``node`` takes one tensor from another, or adds one to a difference."""
-    if node.target not in (aten.sub.Tensor, aten.add.Tensor):
+    if node.target not in SUMS_OF_TWO:
         return False
     operands = node.args[:2]
     if not all(isinstance(operand, fx.Node) for operand in operands):

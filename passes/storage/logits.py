@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, made_of, made_of_tangents
+from hot_compile.passes.base.graph import aten, made_of, made_of_tangents
+from hot_compile.passes.base.operators import CASTS, MOVES, VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.logit_errors import Attention, Operand, as_text
-from hot_compile.passes.storage.readers import MOVES, is_attention, named_arguments
+from hot_compile.passes.storage.readers import is_attention, named_arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, IMAGE_DIMS, VIEWS, is_pointwise
-from hot_compile.passes.storage.norms import REDUCTIONS
+from hot_compile.passes.base.graph import IMAGE_DIMS
+from hot_compile.passes.base.operators import CASTS, REDUCTIONS, VIEWS, is_pointwise
 
 _FOLLOWED = VIEWS | CASTS
 

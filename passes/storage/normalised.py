@@ -14,18 +14,10 @@ from typing import cast
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import CASTS, RESHAPES, VIEWS, aten, strip
+from hot_compile.passes.base.graph import aten, strip
+from hot_compile.passes.base.operators import BOUNDED, CASTS, RESHAPES, SCALED_BY_TENSOR, VIEWS
 
 _ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.linalg_vector_norm.default}
-_BOUNDED = {
-    aten.tanh.default,
-    aten.sigmoid.default,
-    aten.sin.default,
-    aten.cos.default,
-    aten._softmax.default,
-    aten.native_layer_norm.default,
-    aten.native_group_norm.default,
-}
 _FOLLOWED = VIEWS | CASTS | {aten.clamp_min.default, aten.clamp.default, aten.reciprocal.default}
 _PLACED = VIEWS | CASTS | {aten.as_strided.default}
 _SAME = CASTS | {
@@ -35,7 +27,6 @@ _SAME = CASTS | {
     aten.clone.default,
     aten.expand.default,
 }
-_SCALES = {aten.mul.Tensor, aten.div.Tensor}
 
 
 def is_normalised(node: fx.Node, activations: Set[fx.Node]) -> bool:
@@ -59,11 +50,11 @@ def is_normalised(node: fx.Node, activations: Set[fx.Node]) -> bool:
 
 def bounds(node: fx.Node) -> bool:
     """``node`` is of a known size whatever it is computed from."""
-    if node.target in _BOUNDED:
+    if node.target in BOUNDED:
         return True
     if node.target is aten.add.Tensor:
         return _is_affine(node) or _is_affine(node, swapped=True)
-    return node.target in _SCALES and (_by_root(node) or _by_own_sum(node))
+    return node.target in SCALED_BY_TENSOR and (_by_root(node) or _by_own_sum(node))
 
 
 def _is_affine(total: fx.Node, swapped: bool = False) -> bool:

@@ -7,24 +7,20 @@ from collections.abc import Iterator, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, strip, walk
+from hot_compile.passes.base.graph import aten, strip, walk
+from hot_compile.passes.base.operators import (
+    CASTS,
+    FUSED,
+    MULTIPLES,
+    REDUCTIONS,
+    SUMS_OF_TWO,
+    VIEWS,
+)
 from hot_compile.passes.base.site import hint
 
-FUSED = {torch.ops.prims.fma.default} if hasattr(torch.ops.prims, "fma") else set()
-_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default}
-_FACTORS = {aten.mul.Tensor, aten.neg.default}
-REDUCTIONS = {
-    aten.sum.dim_IntList,
-    aten.sum.default,
-    aten.mean.dim,
-    aten.mean.default,
-    aten.var_mean.correction,
-    aten.var.correction,
-    aten.amax.default,
-    aten.amin.default,
-}
-_MULTIPLES = VIEWS | CASTS | _FACTORS | {aten.div.Tensor}
-_FOLLOWED = VIEWS | CASTS | REDUCTIONS | _FACTORS | {aten.div.Tensor, aten.squeeze.dims}
+_SUMS = SUMS_OF_TWO | {aten.addcmul.default}
+_MULTIPLES = VIEWS | CASTS | MULTIPLES | {aten.div.Tensor}
+_FOLLOWED = VIEWS | CASTS | REDUCTIONS | MULTIPLES | {aten.div.Tensor, aten.squeeze.dims}
 
 
 def spreads_again(reduction: fx.Node) -> bool:
@@ -69,7 +65,7 @@ def is_softmax(node: fx.Node, product: fx.Node, gradients: Set[fx.Node]) -> bool
         if user not in gradients or user.target not in _SUMS | FUSED:
             continue
         for other in user.all_input_nodes:
-            sources = other.all_input_nodes if other.target in _FACTORS else [other]
+            sources = other.all_input_nodes if other.target in MULTIPLES else [other]
             if other is not product and (node in sources or _negated(node) in sources):
                 return True
     return False

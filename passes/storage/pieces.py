@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import RESHAPES, aten, is_pointwise, walk
+from hot_compile.passes.base.graph import aten, walk
+from hot_compile.passes.base.operators import RESHAPES, is_pointwise
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.norms import through_views

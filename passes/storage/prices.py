@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, fx
 
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_pointwise, strip
+from hot_compile.passes.base.graph import aten, strip
+from hot_compile.passes.base.operators import CASTS, REDUCTIONS, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.storage.crossers import Crosser
-from hot_compile.passes.storage.norms import REDUCTIONS
 
 StoragePrice = Callable[[Crosser, Scheme], float | None]
 """Seconds that a scheme costs a step; None: the device has no rates."""

@@ -16,24 +16,31 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import (
-    CASTS,
     CHANNEL_DIM,
     IMAGE_DIMS,
-    VIEWS,
     aten,
     closure,
     is_ours,
-    is_pointwise,
     is_tangent,
     made_of,
     placeholders,
     strip,
 )
+from hot_compile.passes.base.operators import (
+    BATCHED_PRODUCTS,
+    CASTS,
+    FLOATS,
+    LAYER_PRODUCTS,
+    LINEAR_IN_GRADIENT,
+    MOVES,
+    REDUCTIONS,
+    SHAPE_ONLY,
+    VIEWS,
+    is_pointwise,
+)
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
 from hot_compile.passes.storage.norms import (
-    FUSED,
-    REDUCTIONS,
     cancels,
     is_number,
     is_softmax,
@@ -42,51 +49,9 @@ from hot_compile.passes.storage.norms import (
     through_views,
 )
 
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-MOVES = {
-    aten.cat.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.roll.default,
-    aten.flip.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-}
-"""They place values elsewhere and change none."""
-SHAPE_ONLY = {
-    aten.full_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.sym_size.int,
-    aten.avg_pool2d_backward.default,
-    aten.max_pool2d_with_indices_backward.default,
-}
-"""They read the size of what they are given, or values that only say how large it is."""
-PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.convolution_backward.default,
-    aten.convolution.default,
-}
-"""A layer's: linear in the tensor, which is one factor; gradients' errors are relative."""
-BATCHED = {aten.bmm.default, aten.baddbmm.default}
-"""The same of attention written by hand."""
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
-LINEAR_IN_GRADIENT = {
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.where.self,
-    aten.addcmul.default,
-    aten.neg.default,
-    *FUSED,
-}
-"""Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
 _FEW = 16
 """Elements of a norm's row below which its gradient may be smaller than its terms' errors."""
 
@@ -394,7 +359,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     ours = is_ours(node)
-    return ours or node.target in PRODUCTS or node.target in BATCHED
+    return ours or node.target in LAYER_PRODUCTS or node.target in BATCHED_PRODUCTS
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -438,9 +403,9 @@ RULES: tuple[Rule, ...] = (
          _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; "
          "the rest exact"),
     Rule("a product of two activations: attention by hand", True,
-         lambda _, user: user.target in BATCHED,
+         lambda _, user: user.target in BATCHED_PRODUCTS,
          _Reader.batched, "in 12 bits, likewise"),
-    Rule("a layer's product", True, lambda _, user: user.target in PRODUCTS or is_ours(user),
+    Rule("a layer's product", True, lambda _, user: user.target in LAYER_PRODUCTS or is_ours(user),
          _Reader.product, "rounded: the gradient's relative error is the tensor's"),
     Rule("what comes before the first layer's or attention's backward", True,
          lambda reading, user: not reading.is_settled(user),

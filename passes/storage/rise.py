@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import VIEWS, is_tangent, placeholders, returned
+from hot_compile.passes.base.graph import is_tangent, placeholders, returned
+from hot_compile.passes.base.operators import VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.crossers import Crosser, base, saved_pairs

@@ -20,10 +20,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from hot_compile.passes.base.graph import VIEWS
+from hot_compile.passes.base.operators import REDUCTIONS, VIEWS
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.linear import Rates
-from hot_compile.passes.storage.norms import REDUCTIONS
 from hot_compile.passes.storage.prices import LAUNCH, fuses, readers
 
 SLACK = 0.03

@@ -17,10 +17,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 
 from hot_compile.passes.base.emit import Emitter, refresh
 from hot_compile.passes.base.graph import (
-    CASTS,
     CHANNEL_DIM,
-    IN_ORDER,
-    VIEWS,
     aten,
     is_ours,
     made_of_tangents,
@@ -29,6 +26,7 @@ from hot_compile.passes.base.graph import (
     strip,
     walk,
 )
+from hot_compile.passes.base.operators import CASTS, IN_ORDER, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.around import Sample

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from hot_compile.passes.base.graph import aten, is_pointwise
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.operators import SUMS_OF_TWO, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage import probe
 
 _ROOT_STEPS = 16
-_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.where.self}
+_SUMS = SUMS_OF_TWO | {aten.where.self}
 _CASTS = {torch.ops.prims.convert_element_type.default}
 
 

@@ -1,0 +1,132 @@
+"""What operators do: the one table that all stages read. Each set's docstring is what it claims.
+
+``tests/passes/test_operators.py`` runs every operator on samples: it says which break a claim, and
+which keep one and are missing here. To have an operator understood, put it where its facts are.
+What works element by element says so itself (``is_pointwise``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+"""Dtypes that layers and storage know."""
+
+TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
+"""They leave all elements, in another order of dimensions."""
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+"""They leave all elements in their order, in another shape."""
+SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
+"""Likewise: dimensions of one element come or go."""
+IN_ORDER = RESHAPES | SQUEEZES | {aten.alias.default}
+"""They leave all elements, and leave them in their order."""
+PARTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
+"""They take a part; where they have its dimension among their arguments."""
+SPLITS: dict[Any, int] = {
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.unbind.int: 1,
+}
+"""Likewise; they return all parts."""
+VIEWS = {
+    *(RESHAPES | TRANSPOSES),
+    *PARTS,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.alias.default,
+}
+"""They show elements of one tensor, and copy none."""
+PADS = {aten.constant_pad_nd.default}
+"""They surround a tensor by one number."""
+MOVES = {
+    *PADS,
+    aten.cat.default,
+    aten.clone.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.roll.default,
+    aten.flip.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+}
+"""They place values elsewhere and change none."""
+CASTS = {prims.convert_element_type.default, aten._to_copy.default}
+"""They change a tensor's dtype."""
+SHAPE_ONLY = {
+    aten.full_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.sym_size.int,
+    aten.avg_pool2d_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+}
+"""Of what is given for its size, no value matters: a rounded one says as much."""
+
+SUMS = {aten.sum.dim_IntList, aten.sum.default}
+"""Sums over dimensions, or over all elements."""
+DEVIATIONS = {aten.var_mean.correction, aten.var.correction}
+"""How far elements are from their mean: what all of them have in common takes no part."""
+EXTREMES = {aten.amax.default, aten.amin.default}
+"""One of the elements."""
+REDUCTIONS = SUMS | DEVIATIONS | EXTREMES | {aten.mean.dim, aten.mean.default}
+"""One number of many elements."""
+
+MATRIX_PRODUCTS: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
+"""Linear in either factor; the first one's place among their arguments, the other follows."""
+BATCHED_PRODUCTS: dict[Any, int] = {aten.bmm.default: 0, aten.baddbmm.default: 1}
+"""Likewise of batches: attention by hand."""
+CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+"""Linear in either factor."""
+LAYER_PRODUCTS = MATRIX_PRODUCTS.keys() | CONVOLUTIONS
+"""A layer's."""
+
+SUMS_OF_TWO = {aten.add.Tensor, aten.sub.Tensor}
+"""One tensor and another, or less another."""
+ADDITIVE = SUMS_OF_TWO | {aten.add.Scalar, aten.sub.Scalar}
+"""Likewise, or a number."""
+SCALED_BY_TENSOR = {aten.mul.Tensor, aten.div.Tensor}
+"""Linear in the first operand."""
+SCALED = SCALED_BY_TENSOR | {aten.mul.Scalar, aten.div.Scalar}
+"""Likewise, or by a number."""
+MULTIPLES = {aten.mul.Tensor, aten.neg.default}
+"""Multiples of each operand."""
+FUSED = {prims.fma.default} if hasattr(prims, "fma") else set()
+"""A product and a sum at once."""
+LINEAR_IN_GRADIENT = {
+    *(SCALED_BY_TENSOR | FUSED),
+    aten.where.self,
+    aten.addcmul.default,
+    aten.neg.default,
+}
+"""Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
+
+JUMPS = {
+    *(getattr(aten, name).default for name in ("floor", "ceil", "round", "trunc", "frac")),
+    aten.remainder.Scalar,
+    aten.fmod.Scalar,
+    aten.round.decimals,
+}
+"""They turn the smallest error into a whole step."""
+BOUNDED = {
+    aten.tanh.default,
+    aten.sigmoid.default,
+    aten.sin.default,
+    aten.cos.default,
+    aten._softmax.default,
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+}
+"""Their results are of about the same size whatever they are given."""
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Its operator works element by element."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())

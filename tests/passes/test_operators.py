@@ -1,0 +1,284 @@
+"""The table of operators against the truth: what they do to samples, in fp64.
+
+Samples are torch's own of each operator (OpInfo); what a module's function calls is what counts.
+"""
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hot_compile.passes.base import operators as table
+
+aten = torch.ops.aten
+SAMPLES = 4
+"""Calls of one operator that are looked at."""
+SMALL = 400
+"""Elements of what is looked at."""
+LEFT_OUT = ("jiterator", "linalg", "fft", "signal", "sparse", "masked", "special", "ops.nvprims")
+MANY = 3
+"""Calls that must keep a claim for an operator to be missed in the table."""
+
+
+class Calls(TorchDispatchMode):
+    """Keeps some calls of every operator that is called under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kept = self.seen.setdefault(func, [])
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        fresh = "out" not in kwargs and not func._schema.is_mutable
+        if fresh and len(kept) < SAMPLES and sum(t.numel() for t in tensors) <= SMALL:
+            copy = lambda t: t.clone() if isinstance(t, torch.Tensor) else t  # noqa: E731
+            kept.append(pytree.tree_map(copy, (args, kwargs)))
+        return func(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """{operator: [(args, kwargs)]} of all that torch's samples call."""
+    torch.manual_seed(0)
+    mode = Calls()
+    for info in op_db:
+        if torch.float64 not in info.dtypes or info.name.startswith(LEFT_OUT):
+            continue
+        try:
+            samples = list(info.sample_inputs("cpu", torch.float64, requires_grad=False))
+        except (RuntimeError, ValueError, ImportError):
+            continue  # it wants what this build lacks
+        for sample in samples[:6]:
+            with mode, torch.no_grad():
+                try:
+                    info(sample.input, *sample.args, **sample.kwargs)
+                except (RuntimeError, ValueError, NotImplementedError, TypeError):
+                    continue
+    mode.seen.update(by_hand())
+    return mode.seen
+
+
+def by_hand():
+    """Operators that only a compiler's graphs have."""
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    found = {
+        torch.ops.prims.convert_element_type.default: [((x, torch.float32), {})],
+        aten._unsafe_view.default: [((x, [6, 4]), {})],
+        aten.add.Scalar: [((x, 2.0), {})],
+        aten.sub.Scalar: [((x, 2.0), {})],
+        aten.mul.Scalar: [((x, 3.0), {})],
+        aten.div.Scalar: [((x, 3.0), {})],
+        aten.reshape.default: [((x, [6, 4]), {})],
+        aten.permute.default: [((x, [1, 0]), {})],
+        aten.mm.default: [((x, y), {})],
+        aten.squeeze.dims: [((x[None, :, None], [0, 2]), {})],
+        aten.fmod.Scalar: [((x, 2.0), {})],
+        aten.avg_pool2d_backward.default: [
+            ((x[None, :, :5], x[None], [1, 2], [1, 1], [0, 0], False, True, None), {})
+        ],
+    }
+    for fused in table.FUSED:
+        found[fused] = [((x, x + 1, x - 1), {})]
+    return found
+
+
+def tensors(value):
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def floating(value):
+    return [t for t in tensors(value) if t.is_floating_point()]
+
+
+def result(target, args, kwargs):
+    return tensors(target(*args, **kwargs))
+
+
+def changed(args, kwargs, change):
+    """The same call, of floating tensors changed by their number."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    number = -1
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            number += 1
+            leaves[place] = change(number, leaf)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def distinct(args, kwargs):
+    """Every element another number, none of them 0."""
+    start = [1]
+
+    def counted(_, t):
+        first = start[0]
+        start[0] += t.numel()
+        return torch.arange(first, start[0], dtype=t.dtype).reshape(t.shape)
+
+    return changed(args, kwargs, counted)
+
+
+def moves(target, args, kwargs):
+    """All elements of the results are elements of the operands (or what a pad is filled with)."""
+    args, kwargs = distinct(args, kwargs)
+    given = {float(v) for t in floating((args, kwargs)) for v in t.flatten()}
+    numbers = {float(v) for v in pytree.tree_leaves((args, kwargs)) if type(v) in (int, float)}
+    got = result(target, args, kwargs)
+    return all(float(v) in given | numbers | {0.0} for t in got for v in t.flatten())
+
+
+def keeps_order(target, args, kwargs):
+    args, kwargs = distinct(args, kwargs)
+    (got,) = result(target, args, kwargs)
+    return torch.equal(got.flatten(), args[0].flatten())
+
+
+def keeps_elements(target, args, kwargs):
+    args, kwargs = distinct(args, kwargs)
+    (got,) = result(target, args, kwargs)
+    return torch.equal(got.flatten().sort()[0], args[0].flatten().sort()[0])
+
+
+def aliases(target, args, kwargs):
+    """The first operand's memory is the results', unless a reshape had to copy."""
+    got = result(target, args, kwargs)
+    return all(t.data_ptr() >= args[0].data_ptr() or t.numel() == 0 for t in got) and moves(
+        target, args, kwargs
+    )
+
+
+def casts(target, args, kwargs):
+    (got,) = result(target, args, kwargs)
+    return got.shape == args[0].shape and torch.allclose(got.double(), args[0].double(), atol=1e-2)
+
+
+def ignores_values(target, args, kwargs):
+    """No result changes by a rounding of an operand, or results are gradients of something else."""
+    if "backward" in str(target):  # linear in the gradient; x only says how large it is
+        other = (args[0], args[1] * 1.001, *args[2:])
+    else:
+        other, kwargs = changed(args, kwargs, lambda _, t: t * 1.001 + 0.01)
+    if not result(target, args, kwargs) or "empty" in str(target):
+        return True
+    return all(map(torch.equal, result(target, args, kwargs), result(target, other, kwargs)))
+
+
+def reduces(target, args, kwargs):
+    """Each number comes of many elements, whatever their order along what is reduced."""
+    got = result(target, args, kwargs)
+    flat = args[0].flatten()
+    same = result(target, *changed(args, kwargs, lambda _, t: torch.full_like(t, 2.0)))
+    return all(t.numel() <= max(1, flat.numel()) for t in got) and all(
+        t.numel() == 0 or (t.nan_to_num(0.0) - t.flatten()[0].nan_to_num(0.0)).abs().max() == 0
+        for t in same
+    )
+
+
+def linear_in(place, target, args, kwargs):
+    """f(2 t) = 2 f(t) in one operand, less what does not depend on it."""
+    if len(floating((args, kwargs))) <= place:
+        return False
+
+    def of(factor):
+        return result(target, *changed(args, kwargs, lambda n, t: t * factor if n == place else t))
+
+    zero, one, three = of(0.0), of(1.0), of(3.0)
+    return all(
+        torch.allclose(c - a, 3 * (b - a), equal_nan=True)
+        for a, b, c in zip(zero, one, three, strict=True)
+        if a.is_floating_point()
+    )
+
+
+def product(target, args, kwargs):
+    """Linear in either factor, and no more than linear in both."""
+    first = len(floating(args)) - 2 if "add" in str(target) else 0
+    return all(linear_in(first + n, target, args, kwargs) for n in (0, 1))
+
+
+def linear_in_first(target, args, kwargs):
+    return not floating(args[:1]) or linear_in(0, target, args, kwargs)
+
+
+def linear_in_one(target, args, kwargs):
+    return any(linear_in(n, target, args, kwargs) for n in range(3))
+
+
+def jumps(target, args, kwargs):
+    """A step of the least size, somewhere between 0.1 and 2.1, moves a result by about one."""
+    x = torch.linspace(0.1, 2.1, 4001, dtype=torch.float64)
+    args = (x, *((1.0,) if "Scalar" in str(target) else ()))
+    kwargs = {"decimals": 0} if "decimals" in str(target) else {}
+    (got,) = result(target, args, kwargs)
+    return bool((got.diff().abs() > 0.9).any())
+
+
+def bounded(target, args, kwargs):
+    """A thousand times as much makes no more of it."""
+    weights = any(name in str(target) for name in ("layer_norm", "group_norm"))
+    change = lambda n, t: t * 1000.0 if n == 0 or not weights else t  # noqa: E731
+    before = result(target, args, kwargs)[0]
+    after = result(target, *changed(args, kwargs, change))[0]
+    if before.numel() == 0 or (weights and args[0].numel() < 16):
+        return True
+    return float(after.abs().max()) <= 4 * max(1.0, float(before.abs().max()))
+
+
+CLAIMS = {
+    "IN_ORDER": keeps_order,
+    "TRANSPOSES": keeps_elements,
+    "VIEWS": aliases,
+    "PARTS": moves,
+    "SPLITS": moves,
+    "MOVES": moves,
+    "CASTS": casts,
+    "SHAPE_ONLY": ignores_values,
+    "REDUCTIONS": reduces,
+    "MATRIX_PRODUCTS": product,
+    "BATCHED_PRODUCTS": product,
+    "SUMS": linear_in_first,
+    "SCALED": linear_in_first,
+    "ADDITIVE": linear_in_first,
+    "LINEAR_IN_GRADIENT": linear_in_one,
+    "JUMPS": jumps,
+    "BOUNDED": bounded,
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_no_operator_breaks_a_claim(calls, claim):
+    """And each was called: an operator that no sample calls is no knowledge."""
+    operators = getattr(table, claim)
+    unseen = [str(o) for o in operators if not calls.get(o) and "sym_size" not in str(o)]
+    wrong = {
+        str(operator)
+        for operator in operators
+        for args, kwargs in calls.get(operator, ())
+        if not CLAIMS[claim](operator, args, kwargs)
+    }
+    assert (unseen, wrong) == ([], set())
+
+
+PLACING = table.MOVES | table.VIEWS | table.SPLITS.keys() | table.IN_ORDER | table.SHAPE_ONLY
+LEFT_ALONE: dict[str, str] = {}
+"""What places values elsewhere and stands nowhere in the table, and why that is right."""
+
+
+def test_what_moves_values_is_in_the_table(calls):
+    """Else it is a function that nobody knows, and tensors that it reads are stored exactly."""
+    known = PLACING | table.CASTS | table.EXTREMES | table.BOUNDED
+    missing = set()
+    for operator, seen in calls.items():
+        if operator in known or operator.namespace != "aten" or len(seen) < MANY:
+            continue
+        if torch.Tag.pointwise in operator.tags or not all(floating(args[:1]) for args, _ in seen):
+            continue
+        try:
+            if all(moves(operator, args, kwargs) for args, kwargs in seen):
+                missing.add(str(operator))
+        except (RuntimeError, IndexError):  # it wants values that mean something
+            continue
+    print(sorted(missing))
+    assert missing == set(LEFT_ALONE)
