@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import aten, closure, is_pointwise
+from hot_compile.passes.base.graph import aten, closure
+from hot_compile.passes.base.operators import MATRIX_PRODUCTS, is_pointwise
 from hot_compile.passes.head.algebra import Window
 from hot_compile.passes.head.operands import (
-    PRODUCTS,
     NotUnderstood,
     Shape,
     args_of,
@@ -176,7 +176,7 @@ class Following:
         return _WIDE * count((self.facts[node].place.width,)) > self._width
 
     def _understand(self, node: fx.Node) -> None:
-        if node.target in PRODUCTS:
+        if node.target in MATRIX_PRODUCTS:
             self.readers[node] = self._reader(node)
         else:
             fact = self.rule(node)(self, node, None)

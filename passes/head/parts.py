@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from hot_compile.passes.base.graph import SPLITS, aten
+from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.operators import SPLITS
 from hot_compile.passes.head.algebra import Cut
 from hot_compile.passes.head.facts import Fact, Following, Place, sizes
 from hot_compile.passes.head.operands import NotUnderstood, args_of, end_of, is_one, without

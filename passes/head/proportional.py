@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import CASTS, VIEWS, aten, is_tangent, made_of_tangents
+from hot_compile.passes.base.graph import aten, is_tangent, made_of_tangents
+from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.head.operands import NotUnderstood, args_of, is_zero, numel, rank_of
 
 _LINEAR = {

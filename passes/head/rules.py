@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import CASTS, RESHAPES, SPLITS, SQUEEZES, aten, value_of
+from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.operators import CASTS, RESHAPES, SPLITS, SQUEEZES
 from hot_compile.passes.head.facts import (
     Another,
     Fact,
