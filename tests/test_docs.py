@@ -3,12 +3,14 @@
 After a change to ``RULES``, rerun with ``ACCEPT=1`` in the environment: it writes their table.
 """
 
+import html
 import importlib
 import os
 import re
 import subprocess
 import sys
 import unicodedata
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -125,9 +127,33 @@ def test_the_readmes_chart_is_what_the_json_gives(monkeypatch):
     assert chart.picture() == chart.PICTURE.read_text()
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages of docs/ as mkdocs makes them, without a warning: a file, and its text."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
-    assert "hot_compile.inspect.explain" in (tmp_path / "api" / "index.html").read_text()
+    return {path: path.read_text() for path in folder.rglob("*.html") if path.name != "404.html"}
+
+
+@pytest.mark.slow
+def test_the_site_has_the_reference(site):
+    (page,) = [text for path, text in site.items() if path.parent.name == "api"]
+    assert "hot_compile.inspect.explain" in page
+
+
+@pytest.mark.slow
+def test_no_link_of_the_site_is_dead(site):
+    named = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in site.items()}
+    dead = []
+    for path, text in site.items():
+        for link in re.findall(r'(?:href|src)="?([^"\s>]+)', text):
+            place, _, anchor = urllib.parse.unquote(html.unescape(link)).partition("#")
+            if re.match(r"[a-z]+:|//", place):
+                continue
+            target = (path.parent / place).resolve() if place else path
+            target = target / "index.html" if target.is_dir() else target
+            found = target.exists() and (not anchor or anchor in named.get(target, {anchor}))
+            dead += [] if found else [f"{path.parent.name}: {link}"]
+    assert not dead
