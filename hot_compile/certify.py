@@ -21,7 +21,7 @@ from .launch import ended, hot_by_default, starting, stock_by_default
 from .memory import risen
 from .observing.certificate import Certificate, Ran, certificate
 from .observing.monitor import Monitor
-from .sizes import memory_text
+from .sizes import memory_text, time_text
 from .tables import PlainTable
 
 _WARM = 3
@@ -164,8 +164,8 @@ def table(found: Certificate) -> PlainTable:
     columns = ("", "hot", "stock Inductor", "hot / stock")
     shown = PlainTable("measured", *columns, right=set(columns[1:]))
     runs = found.hot, found.stock
-    middle = [_milliseconds(*ran.quarters) if ran else "" for ran in runs]
-    shown.add("step, median", *_cells(runs, lambda ran: ran.seconds, _milliseconds))
+    middle = [_times(*ran.quarters) if ran else "" for ran in runs]
+    shown.add("step, median", *_cells(runs, lambda ran: ran.seconds, _times))
     shown.add("step, middle half", *middle, "")
     shown.add("peak", *_cells(runs, lambda ran: ran.peak, memory_text))
     if found.errors is not None:
@@ -176,8 +176,8 @@ def table(found: Certificate) -> PlainTable:
     return shown
 
 
-def _milliseconds(*seconds: float) -> str:
-    return " to ".join(f"{each * 1e3:.3g}" for each in seconds) + " ms"
+def _times(*seconds: float) -> str:
+    return " to ".join(map(time_text, seconds))
 
 
 def _cells(

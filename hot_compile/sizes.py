@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them."""
+"""Sizes of memory, and times, as people write them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def memory_bytes(text: str, option: str = "memory", instead: str = "") -> int:
 def memory_text(count: int) -> str:
     """``count`` bytes as text, in the unit that suits them."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def time_text(seconds: float) -> str:
+    """``seconds`` as text of three digits, in the unit that suits them."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

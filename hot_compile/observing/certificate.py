@@ -16,7 +16,7 @@ from torch._dynamo.eval_frame import innermost_backend
 from hot_compile.config import Strategy
 from hot_compile.observing.evidence import Spread
 from hot_compile.observing.monitor import Look, Monitor
-from hot_compile.sizes import memory_text
+from hot_compile.sizes import memory_text, time_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Ran:
     memory rises in a step, by replaying every allocation and release."""
 
     def __str__(self) -> str:
-        return f"peak {memory_text(self.peak)}, step {self.seconds * 1e3:.3g} ms"
+        return f"peak {memory_text(self.peak)}, step {time_text(self.seconds)}"
 
 
 @dataclasses.dataclass(frozen=True)
