@@ -31,6 +31,19 @@ class Unit(str, Enum):
         return self in (Unit.CHANNEL, Unit.CENTRED_ROW)
 
 
+class Kind(str, Enum):
+    """What an error counts beside, for those who read a tensor."""
+
+    RELATIVE = "relative"
+    """The tensor: of a layer's product, of an activation's slope."""
+    COMMON = "common"
+    """What rows do not have in common: no norm bounds that, and it may be most of them."""
+    CHANNEL = "channel"
+    """What is left of a channel without its mean: a batch norm's."""
+    ABSOLUTE = "absolute"
+    """Nothing, its size counts: of what a softmax sees."""
+
+
 class Scheme(str, Enum):
     """What a crossing tensor is stored as."""
 
@@ -115,25 +128,34 @@ class Spec:
     """Relative error (RMS over RMS) of normally distributed values."""
     pieces: int = 1
     """That a group is packed in, where its elements share bytes: one of each piece a byte."""
+    meets: frozenset[Kind] = frozenset()
+    """Needs that it is trusted to meet unmeasured, as far as ``error`` does."""
     around: Scheme | None = None
     """How the distance from the batch's mean is stored, if that is what is."""
 
 
+_RELATIVE = frozenset({Kind.RELATIVE})
+_COMMON = frozenset({Kind.COMMON})
+_CHANNEL = frozenset({Kind.CHANNEL, Kind.COMMON})
+_FLAT = frozenset({Kind.RELATIVE, Kind.COMMON})
+_ABSOLUTE = frozenset({Kind.ABSOLUTE})
+
 SPECS: dict[Scheme, Spec] = {
     Scheme.EXACT: Spec(Unit.NONE, 0, 0, 0, 0.0),
-    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012),
+    Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, meets=_ABSOLUTE),
+    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012, meets=_RELATIVE),
     Scheme.ROWS8_MASK: Spec(Unit.ROW, 8, 2, 62, 0.024),
-    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011),
+    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011, meets=_RELATIVE),
     Scheme.GROUPS8_MASK: Spec(Unit.GROUP, 8, 2, 62, 0.022),
-    Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 126, 0.013),
+    Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 126, 0.013, meets=_CHANNEL),
     Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 62, 0.026),
-    Scheme.CENTRED8: Spec(Unit.CENTRED_ROW, 8, 2, 126, 0.012),
+    Scheme.CENTRED8: Spec(Unit.CENTRED_ROW, 8, 2, 126, 0.012, meets=_COMMON),
     Scheme.CENTRED8_MASK: Spec(Unit.CENTRED_ROW, 8, 2, 62, 0.024),
-    Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2),
-    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4),
+    Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4, meets=_RELATIVE),
+    Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1, pieces=2, meets=_FLAT),
     Scheme.AROUND12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, around=Scheme.GROUPS12),
     Scheme.AROUND8: Spec(Unit.GROUP, 8, 2, 126, 0.011, around=Scheme.GROUPS8),
     Scheme.AROUND6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4, around=Scheme.GROUPS6),
-    Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1, pieces=2),
     Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0),
 }
+"""Finest first, of those that meet one kind of need."""

@@ -11,7 +11,7 @@ from torch import fx
 
 from hot_compile.config import HotConfig, Memory
 from hot_compile.passes.base.graph import IMAGE_DIMS
-from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.schemes import Kind, Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.profile.lqs import storable
 from hot_compile.passes.profile.profile import StorageMeasure
@@ -252,7 +252,7 @@ def _keeps_eight_bits(crosser: Crosser, config: HotConfig, judged: bool) -> bool
     asked = config.has_budget
     if crosser.norm:
         return not asked or (config.memory_bits or TRUSTED_BITS) > Scheme.INT4.spec.bits
-    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and not crosser.absolute
+    image = crosser.saved.meta["val"].dim() >= IMAGE_DIMS and crosser.kind is not Kind.ABSOLUTE
     return image and not asked
 
 

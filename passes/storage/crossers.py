@@ -6,8 +6,9 @@ A tensor whose readers are not all proven to tolerate rounding stays exact, with
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 import torch
 from torch import fx
@@ -23,25 +24,24 @@ from hot_compile.passes.base.graph import (
     strip,
 )
 from hot_compile.passes.base.operators import FLOATS, REDUCTIONS, VIEWS
-from hot_compile.passes.base.schemes import Scheme
-from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.base.schemes import Kind, Scheme
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.differences import DIFFERENCED
-from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
+from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.normalised import is_normalised
+from hot_compile.passes.storage.offers import EIGHT_BITS, Need, bits_of_masks, offers
 from hot_compile.passes.storage.readers import Facts, Reading, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""
 _EXACT = (Scheme.EXACT,)
 _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
-_ONE_PASS = 1024
-"""Elements of a row that Inductor reduces without a loop. A longer one would be read twice where no
-norm goes over it anyway; groups are not."""
+_KINDS = Kind.CHANNEL, Kind.ABSOLUTE, Kind.RELATIVE, Kind.COMMON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Crosser:
     """Others, for what was measured: finer, or not proven to be tolerated by its readers."""
     sample: Sample | None = None
     """Where it has the samples of a batch, if it has."""
-    absolute: bool = False
-    """A softmax sees it: its errors count by their size."""
+    kind: Kind = Kind.RELATIVE
+    """What its readers need."""
     feeds_product: bool = False
     """A layer's product reads it as it is: the x of the paper's ABC."""
     norm: bool = False
@@ -152,35 +152,44 @@ class Judge:
         if why:
             return Crosser(saved, restored, _EXACT, why)
         if saved.meta["val"].dtype is torch.bool:
-            return _fitting(Crosser(saved, restored, (Scheme.EXACT, Scheme.BITS)))
+            bits = bits_of_masks(saved)
+            return Crosser(saved, restored, bits.schemes, bits.reason)
         reading = read(restored, self.facts, cuts)
-        if reading.refusal:
-            return Crosser(saved, restored, _EXACT, reading.refusal)
-        bounded = is_normalised(saved, self._activations)
-        if reading.fine and not bounded:
-            return Crosser(saved, restored, _EXACT, _UNBOUNDED)
-        possible = _possible(saved, reading, bounded)
-        if saved.name in self._cancelled.centred:
-            possible = _around_means(saved, possible)
-            if possible == _EXACT:
-                return Crosser(saved, restored, _EXACT, CENTRED)
-        masks = [self._in_forward(mask) for mask in reading.masks]
-        if None in masks:
-            return Crosser(saved, restored, _EXACT, "compared in the backward alone")
+        masks, need = [self._in_forward(mask) for mask in reading.masks], self._need(saved, reading)
+        if None in masks and not need.reason:
+            need = Need(reason="compared in the backward alone")
         sample = sample_of(saved, in_memory(saved))
-        found = Crosser(
+        offered = offers(saved, need, sample)
+        return Crosser(
             saved,
             restored,
-            possible,
-            by_measure=_on_trial(reading, sample),
+            offered.schemes,
+            offered.reason,
+            offered.by_measure,
             sample=sample,
-            absolute=reading.fine,
+            kind=need.kind,
             feeds_product=reading.product,
             norm=reading.rows,
-            masks=tuple(mask for mask in masks if mask),
+            masks=() if offered.reason else tuple(mask for mask in masks if mask),
         )
-        found = _tried(_fitting(found), reading, saved.name in self._cancelled.centred)
-        return _fine(found) if saved.name in self._cancelled.bounded else found
+
+    def _need(self, saved: fx.Node, reading: Reading) -> Need:
+        """What ``saved``'s readers need of it."""
+        bounded = not reading.refusal and is_normalised(saved, self._activations)
+        if reading.refusal or (reading.fine and not bounded):
+            return Need(reason=reading.refusal or _UNBOUNDED)
+        fits = reading.channel, reading.fine, bounded or reading.rows, True
+        kind = next(kind for kind, fit in zip(_KINDS, fits, strict=True) if fit)
+        most = math.inf
+        if saved.name in self._cancelled.bounded:
+            most = EIGHT_BITS
+        if saved.name in self._cancelled.centred:
+            most, columns = EIGHT_BITS, saved.meta["val"].dim() < IMAGE_DIMS
+            # a norm over rows of columns makes its x of what is restored, whose mean is off
+            by_channel = kind is Kind.CHANNEL or (kind is Kind.COMMON and reading.convolution)
+            if kind not in (Kind.CHANNEL, Kind.COMMON) or (by_channel and columns):
+                return Need(reason=CENTRED)
+        return Need(kind, most, "", reading.rows, reading.convolution, reading.chain)
 
     def unfit(self, saved: fx.Node) -> str:
         """Why ``saved`` is stored as it is, whoever reads it."""
@@ -268,134 +277,6 @@ def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
     weights = closure(names)
     data = closure(node for node in placeholders(forward) if node not in names)
     return data | {node for node in forward.nodes if node not in weights}
-
-
-def _along_rows(saved: fx.Node, reading: Reading) -> bool:
-    """A scale a row costs no pass of its own."""
-    layout = layout_of(in_memory(saved), Scheme.ROWS8)
-    if not isinstance(layout, Layout) or reading.batched:
-        return False
-    image = saved.meta["val"].dim() >= IMAGE_DIMS
-    return reading.rows or image or hint(layout.cut[1]) <= _ONE_PASS
-
-
-def _possible(saved: fx.Node, reading: Reading, bounded: bool) -> tuple[Scheme, ...]:
-    """What the readers allow, finest first, whatever the tensor's layout.
-
-    Args:
-        saved, reading: the tensor and what was found of it.
-        bounded: a norm, weights or a bounded function stands before it.
-    """
-    if reading.channel:
-        return (Scheme.EXACT, Scheme.CHANNELS8)
-    if reading.fine:  # on a uniform grid, which only a multiple of the tensor tolerates
-        assert reading.chain is not None
-        return (Scheme.EXACT, Scheme.GROUPS12) if reading.chain.plain and _wide(saved) else _EXACT
-    eight = Scheme.ROWS8 if _along_rows(saved, reading) else Scheme.GROUPS8
-    if reading.batched:
-        return (Scheme.EXACT, eight)
-    if not bounded and not reading.rows:  # its rows may have more in common than apart
-        return (Scheme.EXACT, _centred(saved, reading), Scheme.INT4)
-    return (Scheme.EXACT, eight, Scheme.GROUPS6, Scheme.INT4)
-
-
-def _around_means(saved: fx.Node, schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
-    """Those of ``schemes`` that leave out what rows have in common.
-
-    A norm over rows of columns makes its x of what is restored, whose mean is off by what rounding
-    changes: columns stay exact. An image's values are not that many deviations off.
-    """
-    columns = Scheme.CHANNELS8 in schemes and saved.meta["val"].dim() < IMAGE_DIMS
-    fine = (s for s in schemes if s.spec.unit.centred and not columns)
-    return (Scheme.EXACT, *fine)
-
-
-def _fine(crosser: Crosser) -> Crosser:
-    """``crosser`` in 8 bits or more; in fewer if that was measured."""
-    bits = {s: s.spec.bits for s in crosser.schemes if s not in (Scheme.EXACT, Scheme.BITS)}
-    coarse = tuple(s for s, n in bits.items() if n < Scheme.GROUPS8.spec.bits)
-    schemes = tuple(s for s in crosser.schemes if s not in coarse)
-    return dataclasses.replace(crosser, schemes=schemes, by_measure=(*coarse, *crosser.by_measure))
-
-
-def _on_trial(reading: Reading, sample: Sample | None) -> tuple[Scheme, ...]:
-    """What a softmax sees errs absolutely: how much 8 bits cost depends on how large it is. What
-    else may be rounded may be so more finely, and around what samples have in common."""
-    assert reading.chain is not None
-    if reading.fine:
-        return (Scheme.GROUPS8,) if reading.chain.plain else ()
-    around = (s for s in Scheme if s.spec.around and sample is not None)
-    return (Scheme.GROUPS12, *around)
-
-
-def _centred(saved: fx.Node, reading: Reading) -> Scheme:
-    """What leaves out what all rows, or all positions of an image, have in common."""
-    image = saved.meta["val"].dim() >= IMAGE_DIMS or reading.convolution
-    return Scheme.CHANNELS8 if image else Scheme.CENTRED8
-
-
-def _fitting(crosser: Crosser) -> Crosser:
-    """``crosser`` without the schemes its layout does not allow."""
-    problem, kept = "", []
-    value = in_memory(crosser.saved)
-    tried = tuple(s for s in crosser.by_measure if isinstance(layout_of(value, s), Layout))
-    crosser = dataclasses.replace(crosser, by_measure=tried)
-    for scheme in crosser.schemes:
-        layout = layout_of(value, scheme)
-        if scheme is Scheme.EXACT or isinstance(layout, Layout):
-            kept.append(scheme)
-        else:
-            problem = layout
-    if len(kept) == 1:
-        problem = problem or _why_too_fine(crosser.saved)
-        return dataclasses.replace(crosser, schemes=_EXACT, reason=problem, masks=())
-    return dataclasses.replace(crosser, schemes=tuple(kept))
-
-
-def _why_too_fine(saved: fx.Node) -> str:
-    """Why what meets a softmax is not stored in 12 bits."""
-    if _wide(saved):
-        return "meets a softmax behind more than a multiplication: no bound is known"
-    return "meets a softmax, which wants 12 bits: too few less than it has"
-
-
-def _tried(crosser: Crosser, reading: Reading, centred: bool) -> Crosser:
-    """``crosser`` without the schemes that what is recomputed from it does not tolerate.
-
-    ``centred``: only what is fine around the mean of its rows will do.
-    """
-    assert reading.chain is not None
-    if reading.chain.plain or crosser.schemes == _EXACT:
-        return crosser
-    problem, kept = "", [Scheme.EXACT]
-    for scheme in crosser.schemes[1:]:
-        problem = reading.chain.try_scheme(scheme, crosser.saved)
-        if problem:
-            break  # a coarser one would do worse
-        kept.append(scheme)
-    for scheme in _instead(crosser, reading) if len(kept) == 1 and not centred else ():
-        problem = reading.chain.try_scheme(scheme, crosser.saved)
-        if not problem:
-            kept.append(scheme)
-            break
-    if len(kept) == 1:
-        return dataclasses.replace(crosser, schemes=_EXACT, by_measure=(), masks=(), reason=problem)
-    return dataclasses.replace(crosser, schemes=tuple(kept))
-
-
-def _instead(crosser: Crosser, reading: Reading) -> Iterator[Scheme]:
-    """What a chain may tolerate that does not tolerate ``crosser``'s finest scheme."""
-    if Scheme.INT4 not in crosser.schemes:
-        return  # a norm's, or attention's
-    if crosser.schemes[1].spec.unit.centred:  # fine near zero, where functions bend
-        yield Scheme.ROWS8 if _along_rows(crosser.saved, reading) else Scheme.GROUPS8
-    if _wide(crosser.saved):  # uniform where codes are coarse: a tanh's slope is 1 - t^2
-        yield Scheme.GROUPS12
-
-
-def _wide(saved: fx.Node) -> bool:
-    """Of 16 bits, 12 are not worth two passes."""
-    return saved.meta["val"].dtype.itemsize > 2
 
 
 def _own_masks(found: list[Crosser]) -> list[Crosser]:

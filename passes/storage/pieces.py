@@ -16,15 +16,13 @@ from torch import fx
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, walk
 from hot_compile.passes.base.operators import RESHAPES, is_pointwise
-from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.pack import in_pieces
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.runtime import pieces
 
-SCHEMES = {Scheme.GROUPS12, Scheme.GROUPS8, Scheme.GROUPS6, Scheme.INT4}
-"""Whose groups are packed whole or in pieces."""
 _MOST_OPERATIONS = 24
 """Elementwise operators of a result: it is worked out once a piece, in one kernel."""
 _RESHAPED = RESHAPES | {aten.alias.default}
@@ -48,10 +46,15 @@ def work_out_in_pieces(forward: fx.Graph, stored: Mapping[fx.Node, Scheme]) -> i
     return count
 
 
+def in_groups(scheme: Scheme) -> bool:
+    """Groups of the tensor itself are packed, whole or in pieces."""
+    return scheme.spec.unit is Unit.GROUP and scheme is scheme.plain and not scheme.spec.around
+
+
 def _kind(node: fx.Node, scheme: Scheme) -> tuple[Any, ...] | None:
     """What tensors that are packed by one kernel have in common; None: not in pieces of memory."""
     value = node.meta["val"]
-    if scheme not in SCHEMES or fuses(node):
+    if not in_groups(scheme) or fuses(node):
         return None
     layout = _layout(node, scheme)
     plain = value.is_contiguous() and layout.cut[2] == 1

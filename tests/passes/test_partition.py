@@ -475,7 +475,11 @@ def test_what_our_operators_compressed_is_not_compressed_again():
     layer = nn.Linear(256, 256)
     x = torch.randn(2048, 256)
     kept = crossing(
-        lambda x: layer((x * 2).relu()).square().mean(), x, recompute=False, memory_min_bytes=1
+        lambda x: layer((x * 2).relu()).square().mean(),
+        x,
+        recompute=False,
+        memory_min_bytes=1,
+        override={"*": "int4"},
     )
     packed = [c for c in kept if c.packed]
     assert {c.dtype for c in packed} == {"uint8", "bfloat16"}
