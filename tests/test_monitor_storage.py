@@ -16,7 +16,14 @@ from hot_compile.config import UNCOMPRESSED, HotConfig
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing.gauge import Gauge
-from hot_compile.observing.raising import Stored, asked_in, exact_products, raised_bits, strategy_in
+from hot_compile.observing.raising import (
+    Stored,
+    amplification,
+    asked_in,
+    exact_products,
+    raised_bits,
+    strategy_in,
+)
 from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.profile.profile import StorageMeasure
 
@@ -270,6 +277,16 @@ def test_compiled_by_inductor():
     run.steps(8)
     assert set(run.monitor.raised) == {SICK}
     assert run.worst < BUDGET
+
+
+def test_what_is_passed_on_counts_more_where_gradients_cancel():
+    """A g_w that loses fifty times what is usual loses that much of errors in g_y, too."""
+    errors = {"groups12": StorageMeasure(0.001, 0.0002), "rows8": StorageMeasure(0.01, 0.02)}
+    seen = {"x": Stored("rows8", errors)}
+    assert amplification({}) == amplification({"fc": 0.009}) == 1.0
+    assert amplification({"fc": 0.5, "head": 0.01}) == 50.0
+    assert not raised_bits(seen, 0.2, {})
+    assert raised_bits(seen, 0.2, {}, 50.0)["x"].startswith("12 bits: error 0.01")
 
 
 @pytest.mark.parametrize(

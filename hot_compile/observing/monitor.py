@@ -27,6 +27,7 @@ from hot_compile.errors import OptionError
 from hot_compile.observing.evidence import Spread
 from hot_compile.observing.raising import (
     Stored,
+    amplification,
     bits_by_tensor,
     exact_products,
     raised_bits,
@@ -224,27 +225,33 @@ class Monitor:
         whole = gauge.errors
         of = f"whole error of {whole.name} {whole.worst:.3g}, " if whole else ""
         why = f"{of}budget {self.budget:g}, at step {step}"
+        products = {n: sides["g_w"].error for n, sides in found.items() if "g_w" in sides}
+        times = amplification(products)
         unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
         for power in range(gauge.attempts, 1 if unknown else _STRICTEST):
             share = _STRICTER**-power
-            new = self._demote(step, found, share)
-            if self._raise(stored, self.budget * share, why) or new:
+            new = self._demote(step, found, share, times)
+            if self._raise(stored, self.budget * share, why, times) or new:
                 return
         self._refine(gauge, why)
 
-    def _own(self, found: Qualities, share: float) -> dict[str, dict[str, float]]:
-        """Errors of layers' own products that leave a share of the budget, by side."""
+    def _own(
+        self, found: Qualities, share: float, times: float = 1.0
+    ) -> dict[str, dict[str, float]]:
+        """Errors of layers' own products that leave a share of the budget, by side; that of g_x
+        counts so many ``times``."""
         most = math.inf if self.budget is None else self.budget * share
+        limits = {"g_x": most / times, "g_w": most}
         own = {
-            name: {side: q.error for side, q in sides.items() if side in OWN and q.error > most}
+            name: {s: q.error for s, q in sides.items() if q.error > limits.get(s, math.inf)}
             for name, sides in found.items()
             if strategy_in(self.demoted.get(name, "g_w:")) is not Strategy.EXACT
         }
         return {name: off for name, off in own.items() if off}
 
-    def _demote(self, step: int, found: Qualities, share: float) -> bool:
+    def _demote(self, step: int, found: Qualities, share: float, times: float) -> bool:
         """Make products of layers exact that leave a share of the budget."""
-        new = self._own(found, share)
+        new = self._own(found, share, times)
         for name, off in new.items():
             of = "" if share == 1 else f"{share:.2g} of "
             why = exact_products(off, self.demoted.get(name))
@@ -252,9 +259,9 @@ class Monitor:
         _warn("stays exact", {name: self.demoted[name] for name in new})
         return bool(new)
 
-    def _raise(self, stored: Mapping[str, Stored], budget: float, why: str) -> bool:
+    def _raise(self, stored: Mapping[str, Stored], budget: float, why: str, times: float) -> bool:
         """Give tensors more bits whose storing takes more than its share of ``budget``."""
-        new = raised_bits(stored, budget, self.raised)
+        new = raised_bits(stored, budget, self.raised, times)
         for name, text in new.items():
             self.raised[name] = f"{text}; {why}"
         _warn("is stored more finely", {name: self.raised[name] for name in new})

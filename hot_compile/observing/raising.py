@@ -11,6 +11,10 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.profile.lqs import errors_of, stays_within
 from hot_compile.passes.profile.profile import StorageMeasure
 
+_USUAL = 0.01
+"""Error of a g_w by INT8 of which nothing cancels."""
+_PARTS = 3
+"""What is passed on may have a third of the budget, since it is lost for several layers."""
 _EXACT = "exact"
 _AROUND = " around the batch's mean"
 
@@ -25,6 +29,14 @@ class Stored:
     """By scheme, finest first: what storing it so does to the gradients that it feeds."""
     held: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """By scheme: bytes that it takes; where that is not known bits count."""
+
+    def amplified(self, times: float) -> Stored:
+        """With what is passed on to other layers counted so many times, if it is more so."""
+        errors = {
+            scheme: StorageMeasure(m.error, m.passed * max(1.0, times / _PARTS))
+            for scheme, m in self.errors.items()
+        }
+        return dataclasses.replace(self, errors=errors)
 
     def over(self, budget: float) -> bool:
         """As it is stored it takes more than its share of ``budget``."""
@@ -52,8 +64,20 @@ class Stored:
         return next(sizes, math.inf if asked == UNCOMPRESSED else 0.0)
 
 
+def amplification(own: Mapping[str, float]) -> float:
+    """How many times an error of g_y is in a g_w at worst, by what INT8 loses there.
+
+    Where almost all of g_w cancels, what its own operands lose is many times what it usually is;
+    so is what layers behind and what is stored for them lose of the gradient that they pass on.
+
+    Args:
+        own: error of g_w by each layer's own strategy.
+    """
+    return max(1.0, max(own.values(), default=0.0) / _USUAL)
+
+
 def raised_bits(
-    seen: Mapping[str, Stored], budget: float, known: Mapping[str, str]
+    seen: Mapping[str, Stored], budget: float, known: Mapping[str, str], amplified: float = 1.0
 ) -> dict[str, str]:
     """Tensors to be stored otherwise than so far: how, and why, in words.
 
@@ -61,9 +85,11 @@ def raised_bits(
         seen: tensors by name, as one step had them.
         budget: of a gradient's relative error.
         known: what was raised before; no tensor is raised to what it was already.
+        amplified: by how much what is passed on counts more.
     """
     found = {}
     for name, tensor in seen.items():
+        tensor = tensor.amplified(amplified)
         if tensor.over(budget):
             offer, lost = tensor.offer(budget, known.get(name)), tensor.errors[tensor.scheme]
             if offer is not None:
