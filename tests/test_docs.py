@@ -27,7 +27,7 @@ PAGES = [
     ROOT / "tests" / "fuzz" / "README.md",
 ]
 ROOMS = ("hot_compile", "passes", "runtime", "tests", "benchmarks", "examples", "docs")
-WORDS, README_LINES = 800, 120
+WORDS, README_LINES, COLUMNS = 800, 120, 120
 
 
 def prose(path):
@@ -94,6 +94,13 @@ def test_pages_that_the_code_names_exist():
 @pytest.mark.parametrize("page", MANUAL, ids=by_name)
 def test_pages_of_the_manual_are_short(page):
     assert len(page.read_text().split()) < WORDS
+
+
+@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_lines_of_pages_are_short(name):
+    """So that a change to one sentence is a change to few lines."""
+    lines = (ROOT / name).read_text().splitlines()
+    assert not [line for line in lines if len(line) > COLUMNS]
 
 
 def test_the_readme_fits_on_two_screens():
