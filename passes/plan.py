@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,8 +20,6 @@ from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
 from hot_compile.passes.cost.linear import (
     Rates,
     Shape,
-    at,
-    kept_bytes,
     predicted_times,
     rows_that_pay,
 )
@@ -36,7 +35,7 @@ from hot_compile.passes.layers.decision import (
 from hot_compile.passes.layers.strategies import STRATEGIES, Spec
 from hot_compile.passes.plan_conv import (
     conv_excluded,
-    conv_numbers,
+    conv_seconds,
     conv_would_pay,
 )
 from hot_compile.passes.profile import lqs
@@ -44,7 +43,7 @@ from hot_compile.passes.profile.profile import LayerProfile, Profile
 from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 _LOW_RANK = 64
 
 
@@ -334,31 +333,32 @@ def _decision(
     packs = unpriced.gx and gx_bits == 4 and _multiplies_int4(site, rates)
     packs = packs and strategy is not Strategy.EXACT and strategy not in BASELINES
     unpriced = dataclasses.replace(unpriced, one_read=once, packed=packs)
-    (exact, ours), before, after = _numbers(site, unpriced, rates, config)
+    exact, ours = _times(site, unpriced, rates, config)
+    before = _bytes_of_x(site) if unpriced.gw else 0
     return dataclasses.replace(
         unpriced,
         predicted_gain=round(exact / ours if ours else 1.0, 3),
         seconds_won=exact - ours,
-        bytes_before=before if unpriced.gw else 0,
-        bytes_after=after if unpriced.gw else 0,
+        bytes_before=before,
     )
 
 
-def _numbers(
-    site: Site, d: Decision, rates: Rates | None, config: HotConfig
-) -> tuple[tuple[float, float], int, int]:
-    """(predicted seconds of exact and of it, bytes of x as exact saves it, as the strategy would);
-    no seconds unpriced."""
+def _times(site: Site, d: Decision, rates: Rates | None, config: HotConfig) -> tuple[float, float]:
+    """Predicted seconds of exact and of it; none unpriced."""
     shape = shape_of(site, config.rank)
-    priced = None if d.strategy is Strategy.EXACT else rates
+    if rates is None or d.strategy is Strategy.EXACT:
+        return 0.0, 0.0
     if site.conv is not None:
-        return conv_numbers(site, d.strategy, priced, shape, config.rows)
+        return conv_seconds(site, d.strategy, rates, shape, config.rows)
     how = d.how(site.nodes if isinstance(site.nodes, SiteNodes) else None)
-    times = (0.0, 0.0)
-    if priced is not None:
-        times = predicted_times(d.strategy, how, priced, d.dtype, shape)
-    before, after = (int(at(kept_bytes(s, how), shape)) for s in (Strategy.EXACT, d.strategy))
-    return times, before, after
+    return predicted_times(d.strategy, how, rates, d.dtype, shape)
+
+
+def _bytes_of_x(site: Site) -> int:
+    conv, sizes = site.conv, [site.rows, site.inputs]
+    if conv is not None and not conv.transposed:
+        sizes = [conv.batch, conv.big_channels, *conv.big_size]
+    return math.prod(map(hint, sizes)) * site.dtype.itemsize
 
 
 def _would_pay(site: Site, d: Decision, rates: Rates, config: HotConfig) -> str:

@@ -10,7 +10,6 @@ from hot_compile.passes.cost.conv import (
     ConvShape,
     at,
     batch_that_pays,
-    conv_saved_bytes,
     conv_times,
     shape_of,
 )
@@ -24,22 +23,14 @@ def conv_excluded(site: Site) -> str | None:
     return None
 
 
-def conv_numbers(
-    site: Site, strategy: Strategy, rates: Rates | None, linear: Shape, rows: Rows
-) -> tuple[tuple[float, float], int, int]:
-    """(predicted seconds of exact and of it, bytes of x as exact saves it, as ``strategy`` does);
-    no seconds unpriced."""
+def conv_seconds(
+    site: Site, strategy: Strategy, rates: Rates, linear: Shape, rows: Rows
+) -> tuple[float, float]:
+    """Predicted seconds of exact and of ``strategy``."""
     assert site.conv is not None
     im2col, shape = _unfolded(site.conv, strategy, rows), _shape(site.conv, linear)
-    times = (0.0, 0.0)
-    if rates is not None:
-        exact, ours = (at(time, shape) for time in _times(site, strategy, rates, im2col))
-        times = exact, ours
-    before, after = (
-        int(at(conv_saved_bytes(s, site.conv, im2col and s is strategy), shape))
-        for s in (Strategy.EXACT, strategy)
-    )
-    return times, before, after
+    exact, ours = (at(time, shape) for time in _times(site, strategy, rates, im2col))
+    return exact, ours
 
 
 def conv_would_pay(

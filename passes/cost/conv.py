@@ -226,22 +226,6 @@ def batch_that_pays(
     return first_that_pays(pays, batch, MOST_ROWS) if batch else None
 
 
-def conv_saved_bytes(strategy: Strategy, conv: Convolution, im2col: bool = False) -> sympy.Expr:
-    """Bytes of x that this strategy keeps: of x itself, unfolded only where ``im2col`` says so."""
-    x = saved_elements(conv)
-    if strategy is Strategy.HLA8:
-        whole = conv.is_product or conv.transposed
-        return (L * I if im2col else x) * R / 16 if whole or im2col else x * INT4_BYTES
-    per_element = {
-        Strategy.INT4: INT4_BYTES,
-        Strategy.INT8: ONE,
-        Strategy.GW_ONLY: ONE,
-        Strategy.GX_ONLY: ZERO,
-        Strategy.EXACT: E,
-    }
-    return x * per_element[strategy]
-
-
 def at(expression: sympy.Expr, shape: ConvShape) -> float:
     """The value of ``expression`` for one convolution."""
     # not astuple, which copies what it finds and cannot copy a symbolic size

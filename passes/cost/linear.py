@@ -332,14 +332,6 @@ def _layer_cost(spec: Spec, how: How) -> Cost:
     return sum(bill, exact_cost(left, how.summed and found.sums is None))
 
 
-def kept_bytes(strategy: Strategy, how: How) -> sympy.Expr:
-    """Bytes of x that ``strategy`` keeps where it, not storage, decides (``recompute=False``)."""
-    spec = STRATEGIES[strategy]
-    how = dataclasses.replace(how, stored_bits=spec.stored_bits)
-    kept: Any = spec.keep(Sized([], L, I), how)  # type: ignore[arg-type]
-    return sum((part.bytes for part in kept), ZERO)
-
-
 def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:
     """Predicted time, still symbolic in L, O, I: products at their rate plus passes at theirs."""
     device = (

@@ -42,8 +42,6 @@ class Decision:
     """Times faster than exact the layer's backward is predicted to be."""
     bytes_before: int
     """x as exact Inductor would save it."""
-    bytes_after: int
-    """x as this strategy stores it, where it has to be stored at all."""
     tiles: bool = False
     """HLA's 16 rows are a tile of a convolution's positions, not consecutive ones."""
     one_read: bool = False
@@ -108,7 +106,6 @@ def decided(
         ),
         predicted_gain=1.0,
         bytes_before=0,
-        bytes_after=0,
         tiles=spec.grouped and site.conv is not None and config.rows is Rows.BATCH,
     )
 

@@ -16,7 +16,8 @@ SAMPLES = 4
 """Calls of one operator that are looked at."""
 SMALL = 400
 """Elements of what is looked at."""
-LEFT_OUT = ("jiterator", "linalg", "fft", "signal", "sparse", "masked", "special", "ops.nvprims")
+LEFT_OUT = ("jiterator", "linalg", "fft", "signal", "sparse", "masked", "special")
+"""Entries that call no operator of the table beside what others call."""
 MANY = 3
 """Calls that must keep a claim for an operator to be missed in the table."""
 
@@ -262,8 +263,25 @@ def test_no_operator_breaks_a_claim(calls, claim):
 
 
 PLACING = table.MOVES | table.VIEWS | table.SPLITS.keys() | table.IN_ORDER | table.SHAPE_ONLY
-LEFT_ALONE: dict[str, str] = {}
-"""What places values elsewhere and stands nowhere in the table, and why that is right."""
+_CHOOSES = "it compares: of rounded values it may choose others"
+_WRITTEN = "Inductor writes it by others of the table first"
+_SAMPLES = "it moves nothing but what samples are made of"
+LEFT_ALONE = {
+    **dict.fromkeys(("argmax.default", "argmin.default", "max.dim", "min.dim"), _CHOOSES),
+    **dict.fromkeys(("sort.default", "topk.default", "nonzero.default"), _CHOOSES),
+    **dict.fromkeys((f"max_pool{n}d_with_indices.default" for n in (2, 3)), _CHOOSES),
+    **dict.fromkeys(("diagonal.default", "repeat.default"), _WRITTEN),
+    **dict.fromkeys((f"reflection_pad{n}d.default" for n in (1, 2, 3)), _WRITTEN),
+    **dict.fromkeys((f"replication_pad{n}d.default" for n in (1, 2, 3)), _WRITTEN),
+    **dict.fromkeys(("mean.default", "grid_sampler_2d.default", "fill.Scalar"), _SAMPLES),
+    "_local_scalar_dense.default": "a number for the host",
+    "as_strided.default": "where its elements come from only memory says",
+    "embedding.default": "rows of a parameter",
+    "select_scatter.default": "part of one tensor in the place of another's",
+}
+"""Core operators that place values elsewhere, for all that samples show, and stand nowhere in the
+table; and why that is right.
+"""
 
 
 def test_what_moves_values_is_in_the_table(calls):
@@ -271,14 +289,13 @@ def test_what_moves_values_is_in_the_table(calls):
     known = PLACING | table.CASTS | table.EXTREMES | table.BOUNDED
     missing = set()
     for operator, seen in calls.items():
-        if operator in known or operator.namespace != "aten" or len(seen) < MANY:
+        if operator in known or torch.Tag.core not in operator.tags or len(seen) < MANY:
             continue
         if torch.Tag.pointwise in operator.tags or not all(floating(args[:1]) for args, _ in seen):
             continue
         try:
             if all(moves(operator, args, kwargs) for args, kwargs in seen):
-                missing.add(str(operator))
+                missing.add(str(operator).removeprefix("aten."))
         except (RuntimeError, IndexError):  # it wants values that mean something
             continue
-    print(sorted(missing))
-    assert missing == set(LEFT_ALONE)
+    assert not missing - LEFT_ALONE.keys()

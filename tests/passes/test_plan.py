@@ -66,8 +66,6 @@ def test_default_recipe_multiplies_int8():
     assert (decision.strategy, decision.way) == ("int8", "INT8 products")
     assert decision.gx_bits == 8  # free: this device carries INT4 as INT8
     assert decision.predicted_gain > 2
-    assert decision.bytes_after * 3.9 < decision.bytes_before
-    assert decide(site(), strategies="int4").bytes_after * 7 < decision.bytes_before
 
 
 def test_four_bits_where_the_device_multiplies_them_faster():
@@ -159,7 +157,7 @@ def test_no_runtime_leaves_everything_exact():
 
 def test_frozen_weight():
     decision = decide(site(gw=False))
-    assert (decision.strategy, decision.bytes_before, decision.bytes_after) == ("gx-only", 0, 0)
+    assert (decision.strategy, decision.bytes_before) == ("gx-only", 0)
 
 
 def test_last_override_wins_even_over_cost_and_head():

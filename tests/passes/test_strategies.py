@@ -139,9 +139,6 @@ def test_nodes_compute_what_the_function_computes_and_all_of_it_has_a_price(stra
 
 def test_what_runs_in_the_backward_is_priced_as_int8_whatever_the_name():
     assert cost.layer_cost(Strategy.INT4, How()) == cost.layer_cost(Strategy.INT8, How())
-    shape = cost.Shape(1024, 256, 128, 4)
-    kept = [cost.at(cost.kept_bytes(s, How()), shape) for s in (Strategy.INT4, Strategy.INT8)]
-    assert kept[0] < 0.6 * kept[1]
 
 
 def test_planning_reads_nothing_but_its_arguments(monkeypatch):
