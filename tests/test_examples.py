@@ -12,10 +12,11 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 
 from hot_compile.backend import hot
-from hot_compile.inspect import run_uncompiled
+from hot_compile.inspect import Reports, run_uncompiled
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HELPERS = {"common", "data"}
+NOW, LATER = "gradients in the forward", "logits twice"
 
 
 @pytest.fixture
@@ -42,6 +43,20 @@ def test_lora_learns(example, tmp_path):
     losses = example("finetune_lora").main(backend=backend, **tiny)
     assert losses[-1] < losses[0]
     assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("name", "heads"), [("finetune_dpo", [LATER, NOW]), ("distil", [NOW])])
+def test_losses_of_two_models_learn_without_logits(example, name, heads):
+    """Policy and reference, student and teacher, in one graph: node by node."""
+    pytest.importorskip("peft")
+    reports = Reports()
+    backend = functools.partial(
+        hot, inner_compile=run_uncompiled, recorder=reports, options={"head_min_bytes": 0}
+    )
+    losses = example(name).main(backend=backend, length=48, quick=True)
+    assert min(losses) < losses[0]
+    (graph,) = reports.graphs
+    assert sorted(head.way for head in graph.plan.heads) == sorted(heads)
 
 
 def test_minimal(example):

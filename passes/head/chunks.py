@@ -38,8 +38,6 @@ class Chunks:
         self._graph = product.graph
         self.backward = made_of_tangents(product.graph)
         self.results = self._results()
-        if not any(node in self.backward for node in at.readers):
-            raise NotUnderstood("no gradient of it is asked for")
         self._check(self.results, [n for n in self.results if n not in self.backward], at.behind)
         later = [n for n in self.results if n in self.backward]
         self._check(self.results, later, closure(later))
@@ -76,15 +74,15 @@ class Chunks:
             if isinstance(read, Reader) and read.operand in never:
                 raise NotUnderstood("the logits meet what is made of all rows of them")
 
-    def tangent(self) -> ScalarTangent:
-        """By which the gradients made in the forward are multiplied later.
+    def tangent(self) -> ScalarTangent | None:
+        """By which the gradients made in the forward are multiplied later; None: there are none.
 
         Raises:
             NotUnderstood: they have to be made in the backward.
         """
         later = [n for n in self.results if n in self.backward]
         self._check(self.results, later, self.at.behind)
-        return ScalarTangent(self._graph, later)
+        return ScalarTangent(self._graph, later) if later else None
 
 
 def leaves_of(results: Iterable[Fact | Reader]) -> list[Leaf]:
@@ -99,9 +97,12 @@ def write_chunks(chunks: Chunks, in_forward: bool) -> list[Swap]:
     graph, product = chunks.at.products[0].graph, chunks.at.products[0]
     later = [n for n in chunks.results if n in chunks.backward]
     now = [n for n in chunks.results if n not in chunks.backward]
-    forward, backward = (Emitter(graph, graph.output_node(), n) for n in (product, later[0]))
-    if in_forward:
-        tangent = chunks.tangent()
+    forward = Emitter(graph, graph.output_node(), product)
+    backward = Emitter(graph, graph.output_node(), (later or now)[0])
+    tangent = chunks.tangent() if in_forward else None
+    if tangent is None and not later:
+        made = _Writer(chunks, forward).made(now)
+    elif tangent is not None:
         made = _Writer(chunks, forward, tangent.units(forward)).made([*now, *later])
         for node in later:
             made[node] = backward(aten.mul.Tensor, made[node], tangent.node)

@@ -136,6 +136,7 @@ class Following:
         self._seeds, self._rules, self._pointwise = seeds, rules, pointwise
         self._width = max(count((place.width,)) for place in seeds.values())
         first = self.leaf("product", self.products[0], seeds[self.products[0]])
+        self._wholes: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._length = self.emit(aten.sym_size.int, first, 0)
         for node in self.products[0].graph.nodes:
             self._visit(node)
@@ -208,7 +209,11 @@ class Following:
 
     def whole(self, fact: Fact) -> fx.Node:
         """The fact's value [R, columns], whatever it is broadcast from."""
-        return self.emit(aten.expand.default, fact.value, [self._length, fact.place.width])
+        key = fact.value, fact.place.width
+        if key not in self._wholes:
+            size = [self._length, fact.place.width]
+            self._wholes[key] = self.emit(aten.expand.default, fact.value, size)
+        return self._wholes[key]
 
     def mask(self, window: Window, like: fx.Node) -> fx.Node:
         """[R, 1]: which rows lie in it."""

@@ -111,7 +111,10 @@ def _unfit(found: Head, config: HotConfig, strategy: Strategy, pricing: Pricing)
 
 def _way(found: Head | Rows) -> tuple[str, str]:
     try:
-        found.chunks.tangent() if isinstance(found, Rows) else ScalarTangent(found)
+        if isinstance(found, Rows) and found.chunks.tangent() is None:
+            return FORWARD, "no gradient of it is asked for"
+        if isinstance(found, Head):
+            ScalarTangent(found)
     except NotUnderstood as why:
         return BACKWARD, str(why)
     if found.value.dtype is torch.float16:
