@@ -62,13 +62,18 @@ class Summary:
                 "or had a graph"
             )
         parts = [f"{count} graph{'s' * (count > 1)} compiled", *self._of_layers()]
-        return f"hot: {', '.join(parts)}; {self._cost()}"
+        return f"hot: {', '.join(parts)}{self._cost()}"
 
     def _cost(self) -> str:
-        """Seconds of compiling, without the operators' build, beside a guess of stock's."""
+        """Seconds of compiling, without the operators' build, beside a guess of stock's.
+
+        Nothing if the script has reset Dynamo, as ``explain`` does, and with it these times.
+        """
         spent = torch._dynamo.utils.calculate_time_spent()
         seconds = spent["total_wall_time"] - spent.get(TIMED_AS, 0.0)
-        said = f"{seconds:.1f} s compiling"
+        if seconds <= 0:
+            return ""
+        said = f"; {seconds:.1f} s compiling"
         if not self._asked or not self._told.keys() >= set(self._asked):
             return said
         least, most = (f"{seconds / factor:.0f}" for factor in reversed(_STOCKS))

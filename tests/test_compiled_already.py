@@ -45,6 +45,12 @@ def test_explain_shows_the_layers_with_their_options(compiled, capsys):
     assert layers(explain(lambda: model(X).square().mean().backward())) == {"first", "last"}
 
 
+def test_a_sequential_s_layers_are_called_as_it_calls_them():
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    model.compile(backend="hot", options={**OWN, "exclude": ["0"]})
+    assert layers(explain(model, X)) == {"2"}
+
+
 def test_explain_shows_peft_s_layers():
     last = {d.site.removeprefix("base_model.model.last."): d for d in explain(adapted(), X).plan}
     assert last["base_layer"].strategy == "gx-only"

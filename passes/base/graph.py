@@ -183,7 +183,8 @@ def clean_path(source: str) -> str:
     """
     # How Dynamo reads a module whose class overrides __getattr__ (peft's do).
     source = re.sub(r"\.__dict__\[['\"](_(?:modules|parameters|buffers))['\"]\]", r".\1", source)
-    path = re.sub(r"^[LG]\[['\"]\w+['\"]\]\.?", "", source)
+    # ``__self__``: a Sequential that is compiled in place is read off its bound method
+    path = re.sub(r"^[LG]\[['\"]\w+['\"]\](?:\.__self__)?\.?", "", source)
     path = re.sub(r"\.?_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return re.sub(r"\.+", ".", path).strip(".")
