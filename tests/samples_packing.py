@@ -51,7 +51,7 @@ def restored(scheme, parts, like):
     if scheme is Scheme.INT4:
         return torch.ops.hot.restored_nibbles(*parts).view_as(like)
     spec, levels = scheme.spec, scheme.spec.levels or planes.STEPS12
-    args = spec.pieces, levels, scheme is Scheme.GROUPS6
+    args = spec.pieces, levels, spec.levels > 0
     return torch.ops.hot.restored_planes(*parts, *args).view_as(like)
 
 
