@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hot_compile import backend
 from hot_compile.backend import hot
 from hot_compile.cli import app
+from hot_compile.inspect import rates_note
 from hot_compile.passes.cost import devices, tuned
 from hot_compile.passes.cost.devices import RATES, pricing
 from hot_compile.testing import hot_step
@@ -46,6 +47,12 @@ def test_a_file_counts_unless_the_table_is_asked_for(rates_folder):
     assert tuned.save(CPU, OURS).parent == rates_folder
     assert pricing(CPU) == OURS
     assert pricing(CPU, "table") == devices.table_entry(CPU)
+
+
+def test_predictions_say_where_nothing_was_measured(rates_folder):
+    assert "nothing was measured on this machine's cpu yet" in rates_note([CPU])
+    tuned.save(CPU, OURS)
+    assert not rates_note([CPU])
 
 
 def damaged(path):
