@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .launch import ended, hot_by_default, starting, stock_by_default
@@ -131,7 +132,8 @@ def certify(
     ours = Pace(ready, steps)
     start = starting(script, arguments, module)
     main, given = vars(sys.modules["__main__"]), list(sys.argv)
-    before = dict(main)
+    before, began = dict(main), time.perf_counter()
+    _tell(f"by hot, {steps} steps with looks or more, then {steps} that are timed")
     with hot_by_default({**options, "monitor": monitor}):
         code = ours.drive(start)
     found = dataclasses.replace(certificate(monitor), hot=ours.ran)
@@ -142,10 +144,16 @@ def certify(
     main.update(before)
     sys.argv[:] = given
     _forget()
+    _tell(f"by stock Inductor, as many; hot took {time_text(time.perf_counter() - began)}")
     theirs = Pace(lambda done: done >= (ours.warm or 0), steps)
     with stock_by_default():
         code = theirs.drive(start)
     return code, dataclasses.replace(found, stock=theirs.ran)
+
+
+def _tell(what: str) -> None:
+    """One line between those of the script: what comes next."""
+    Console(stderr=True, highlight=False, markup=False).print(f"hot: {what}", soft_wrap=True)
 
 
 def _forget() -> None:

@@ -98,7 +98,10 @@ def test_a_script_is_looked_at_and_measured_both_ways(script, kind, node_by_node
         assert 0 < ran.quarters[0] <= ran.seconds <= ran.quarters[1]
         assert ran.peak > 0
     assert len(node_by_node) == 1  # one graph, by stock
-    assert "reached its end" not in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "reached its end" not in told.out
+    said = [line for line in told.err.splitlines() if line.startswith("hot: by ")]
+    assert [line.split(", ")[0] for line in said] == ["hot: by hot", "hot: by stock Inductor"]
 
 
 @pytest.mark.gpu
