@@ -330,7 +330,7 @@ def _warm_up(task: Task) -> int:
 
 def _backend(recipe: str, task: Task, profile: Path, **keywords: Any) -> Callable[..., Any]:
     """The recipe as a backend that seeds share, rewriting whatever can be."""
-    options: dict[str, Any] = {**RECIPES[recipe], "min_gain": 0, "strict": True}
+    options: dict[str, Any] = {**RECIPES[recipe], "min_gain": 0, "strict": True, "accept": "off"}
     if _observes(recipe):
         looks = {"lqs_warm_up": _warm_up(task), "lqs_rechecks": 1}
         options |= {"lqs": "auto", "profile": str(profile), **looks}

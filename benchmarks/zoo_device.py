@@ -33,6 +33,7 @@ from hot_compile.memory import peak_bytes
 from hot_compile.record import Reports
 
 ROUNDS, STEPS, LOOKS = 4, 5, 3
+OPTIONS = {"strict": True, "accept": "off"}
 OF_MEMORY = "OutOfMemoryError"
 
 

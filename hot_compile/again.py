@@ -60,12 +60,18 @@ class Again:
     def run(self, function: Callable[..., Any]) -> tuple[list[Any], Sequence[Any]]:
         """(leaves in the inputs' places, what ``function`` makes of them), as autocast was."""
         inputs = [fresh(a) if isinstance(a, Tensor) else a for a in self.args]
+        with self.modes():
+            given = [a.clone() if i in self._mutated else a for i, a in enumerate(inputs)]
+            return inputs, function(*given)
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """Inside, autograd and autocast are as they were in the step's forward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled))
-            given = [a.clone() if i in self._mutated else a for i, a in enumerate(inputs)]
-            return inputs, function(*given)
+            yield
 
     def deviation(self, outputs: Sequence[Any]) -> Tensor:
         """Relative difference from the step's own; 0 of nothing, not finite of what is not."""

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -20,27 +21,30 @@ from .again import twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import OBJECTS, HotConfig, Memory, option_names, split_options
 from .errors import OptionError, PassDisabledError
-from .figures import graph_key, keeping
+from .figures import graph_facts, graph_key, keeping
 from .frameworks import trace_past_warnings
 from .guarantee import Guaranteed, Way
+from .observing import acceptance
+from .observing.acceptance import Acceptance
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.doubting import Doubting
+from .observing.eager import Eager, draws
 from .observing.gauge import Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
-from .observing.watching import Twin, Watch
-from .passes.base.graph import clean_path, module_path, readable
+from .observing.watching import Doubled, Twin, Watch
+from .passes.base.graph import module_path, readable
 from .passes.base.site import bytes_of
 from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
 from .passes.hooks import JointPass, Partitioner
-from .passes.layers.match import GraphInputs
+from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
 from .passes.pipeline import sources_hash
 from .passes.profile.profile import Profile
 from .passes.storage.logit_errors import logits_of
-from .record import Dump, GraphReport, Heard, Held, Listener
+from .record import Dump, GraphReport, Heard, Held, Listener, run_uncompiled
 from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
@@ -96,8 +100,10 @@ def hot(
         return other(gm, example_inputs, mode=mode, options=options)
     trace_past_warnings()
     ours, theirs = split_options(options)
-    monitor = monitor_of(ours)
     config = HotConfig.from_options(ours)
+    monitor = monitor_of(ours)
+    if monitor is None and observer is None and config.accept != "off":
+        monitor = acceptance.of_step_being_compiled()
     patches = inductor_patches(mode, theirs)
     if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
         patches |= _NEW_GRAPH
@@ -116,10 +122,11 @@ def hot(
         if way.stock:
             return tied(stock(own, example_inputs), logits, gm)
         key = graph_key(gm, example_inputs, mode, options)
+        facts = graph_facts(gm, example_inputs, mode, acceptance.settings_of(options))
         graph = _Graph(
-            own, example_inputs, _graph_inputs(gm), inner_compile, {**patches, **way.patches},
+            own, example_inputs, graph_inputs(gm), inner_compile, {**patches, **way.patches},
             recorder, way.config, prices, code, done, keeping(key, listener),
-            monitor.raised if monitor else {}, ledger,
+            monitor.raised if monitor else {}, ledger, acceptance.path_of(facts),
         )  # fmt: skip
         return tied(_compiled(graph, way.config, monitor, observer), logits, gm)
 
@@ -174,6 +181,8 @@ class _Graph:
     raised: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a monitor has tensors stored in more bits, by their names."""
     ledger: Callable[[torch.device, int], Ledger] = ledger_of
+    path: Path = Path()
+    """Where findings of looks at it are kept."""
 
     def compile(
         self,
@@ -267,6 +276,11 @@ class _Graph:
         return tuple(name for name, x in self._parameters if x.requires_grad)
 
     @property
+    def matrices(self) -> tuple[str, ...]:
+        """Those of them that are weights of products, or tables."""
+        return tuple(name for name, x in self._parameters if x.requires_grad and x.dim() > 1)
+
+    @property
     def captured(self) -> bool:
         """Its steps are to be CUDA graphs."""
         return self.patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
@@ -290,6 +304,32 @@ class _Graph:
         finish: Callable[[HotConfig, Profile | None], Callable[..., Any]],
     ) -> Watch:
         """What ``finish`` makes of the graph, to be compared with an exact twin where called."""
+        exact = self._twin(twin(self.gm), config, profile, observer)
+        return Watch(finish(config, profile), exact, self.inputs.parameters, observer)
+
+    def looked_at(self, config: HotConfig, profile: Profile | None, gauge: Gauge) -> Watch:
+        """The graph for good, to be compared with itself, run operator by operator.
+
+        Compiled twins only follow a doubt, or where code draws random numbers of its own.
+        """
+        gm, names = twin(self.gm), self.inputs.parameters
+        plain = dataclasses.replace(self, inner_compile=run_uncompiled)
+        graphs = (
+            [self]
+            if draws(gm) or acceptance.computes_halves(self.example_inputs)
+            else [plain, self]
+        )
+        thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
+        run = self.finished(config, profile)
+        if draws(gm):
+            return Watch(run, thorough[-1], names, gauge)
+        quick = Eager(gm, names, self.example_inputs, fits=self.asked.peak is not None)
+        return Watch(run, Doubled(quick, thorough, gauge), names, gauge)
+
+    def _twin(
+        self, gm: fx.GraphModule, config: HotConfig, profile: Profile | None, observer: Observer
+    ) -> Twin:
+        """An exact twin of ``gm``, which is kept."""
         patches = {**self.patches, "triton.cudagraphs": False}  # an observer is Python
         bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
 
@@ -297,8 +337,22 @@ class _Graph:
             other = dataclasses.replace(bare, gm=gm, example_inputs=fakes, patches=patches)
             return other.compile(config, profile, seen)
 
-        exact = Twin(twin(self.gm), compile_twin, observer)
-        return Watch(finish(config, profile), exact, self.inputs.parameters, observer)
+        return Twin(gm, compile_twin, observer)
+
+    @property
+    def unseen(self) -> str:
+        """Why nobody can look at its steps; empty if they can be looked at."""
+        if self.captured:
+            return "its steps are CUDA graphs"
+        if torch._dynamo.config.enable_compiler_collectives:
+            return "all processes of the job compile together"
+        return acceptance.cannot_be_repeated(self.gm, self.example_inputs)
+
+    @property
+    def changed(self) -> bool:
+        """As far as is known something of it is not exact."""
+        report = self.done[-1] if self.done else None
+        return report is None or report.changed
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good: compiled once, or once for every width of a schedule.
@@ -328,9 +382,31 @@ def _final(
     """The graph for good, watched if asked; what was found wanting is done more exactly."""
     if monitor is None:
         return graph.finished(config, profile)
+    if isinstance(monitor, Acceptance):
+        return _accepted(graph, config, profile, monitor)
     config = monitor.applied(config, graph.inputs.parameters)
     gauge = Gauge(monitor.rotate, config, graph.trained)
     watch = graph.watched(config, profile, gauge, graph.finished)
+    watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
+    monitor.watches((graph.code, graph.trained), watched)
+    return watched
+
+
+def _accepted(
+    graph: _Graph, config: HotConfig, profile: Profile | None, monitor: Acceptance
+) -> Callable[..., Any]:
+    """The graph as looks found it to be right, to be looked at where that is possible."""
+    known = monitor.begins(graph.path)
+    config = monitor.applied(config, graph.inputs.parameters)
+    if config.accept != "auto" or monitor.cannot_see(graph.path, graph.unseen):
+        return graph.finished(config, profile)
+    gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
+    gauge.path, gauge.settled = graph.path, known.settled
+    watch = graph.looked_at(config, profile, gauge)
+    if not graph.changed:
+        return watch.usual
+    if graph.done:
+        gauge.planned(graph.done[-1].plan.decisions)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
     monitor.watches((graph.code, graph.trained), watched)
     return watched
@@ -392,29 +468,6 @@ def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
     if current is None:
         return ()
     return tuple(current) if isinstance(current, (list, tuple)) else (current,)
-
-
-def _graph_inputs(gm: fx.GraphModule) -> GraphInputs:
-    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record.
-
-    Unknown only where there is no record at all: a graph made by hand.
-    """
-    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in given]
-    if not any(sources):
-        return GraphInputs()
-    values = [node.meta.get("example_value") for node in given]
-    return GraphInputs(tuple(map(_parameter_name, sources, values)))
-
-
-def _parameter_name(source: Any, value: Any) -> str | None:
-    if source is None:
-        return None
-    text = source.name if isinstance(source.name, str) else source.name()
-    held = "_parameters[" in text or "_buffers[" in text
-    if held or isinstance(value, torch.nn.Parameter):
-        return clean_path(text) or text  # a parameter that is an argument itself has no path
-    return None
 
 
 def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:

@@ -134,9 +134,8 @@ class HotConfig:
     memory: Memory = Memory.AUTO
     """Which of the tensors that cross to the backward are stored compressed (docs/memory.md)."""
     memory_bits: int | None = None
-    """Fewest bits, 4, 6 or 8, such a tensor is stored in; what norms, convolutions and attention
-    read is never below 8 unless that was measured. None: 6, and what a profile measured as few as
-    stay within ``error_budget``, norms and images 8 (docs/adr/0022)."""
+    """Fewest bits, 4, 6 or 8, such a tensor is stored in; for norms, convolutions and attention not
+    below 8 unless measured. None: 6, norms and images 8, or as a profile says (docs/adr/0022)."""
     memory_override: tuple[tuple[str, int | str], ...] = ()
     """(glob, bits) pairs: fewest bits, 6, 8, 12 or ``UNCOMPRESSED``, of what a module makes
     (``blocks.3.mlp.fc1``), or of one tensor by its name in a profile (``blocks.3.mlp.fc1:addmm``);
@@ -152,8 +151,7 @@ class HotConfig:
     keep_head: bool = True
     """Leave the classifier head exact, as the paper does."""
     exact_forms: bool = True
-    """Give what stays exact a faster form that is as exact, where there is one (patch embeddings as
-    products, stems over blocks, gradients of max pools gathered: docs/adr/0011, 0013)."""
+    """Give what stays exact a faster form that is as exact (docs/adr/0011, 0013)."""
     head: str = "chunked"
     """"chunked": a wide head and its loss go through rows in chunks, so that neither the logits nor
     their gradient exist as a whole (docs/adr/0014); exact all the same. "off": as Inductor does."""
@@ -169,20 +167,18 @@ class HotConfig:
     profile: str | None = None
     """File made by ``calibrate(...).save(path)``: strategies are chosen by what it measured."""
     lqs: str = "off"
-    """"auto": start without HLA, observe the first steps, then recompile with what they told, if
-    that changes any layer. The profile is kept in ``profile``, or in the user's cache, for the next
-    process. "off": choose by ``profile`` if there is one, else take the strategies on trust."""
+    """"auto": start without HLA, observe the first steps, then recompile with what they told. The
+    profile is kept in ``profile``, or in the user's cache, for the next process. "off": choose by
+    ``profile`` if there is one, else take the strategies on trust."""
     lqs_warm_up: int = 200
     """Forwards before ``lqs="auto"`` observes: gradients at initialisation mislead."""
     lqs_batches: int = 2
     """Forwards and backwards that ``lqs="auto"`` observes each time."""
     lqs_rechecks: int = 2
-    """How often ``lqs="auto"`` looks again: 4, then 16 times ``lqs_warm_up`` forwards later, ...
-    Each may recompile once, if it changes a choice."""
+    """How often ``lqs="auto"`` looks again, 4, 16, ... times ``lqs_warm_up`` forwards later."""
     error_budget: float | None = 0.2
-    """With a profile: largest relative error of g_x and of g_w that a layer's strategy may have;
-    storing one tensor may take a part of it (docs/adr/0022).
-    None: the recipe's strategies are taken whatever they measured (``paper``)."""
+    """With a profile: largest relative error of a layer's g_x and g_w; storing one tensor may take
+    a part of it (docs/adr/0022). None: whatever was measured (``paper``)."""
     schedule: tuple[Phase, ...] = ()
     """Widths that change with the optimizer's steps: ``[{"until_step": 5000, "gx_bits": 8},
     {"gx_bits": 4}]``; each is compiled at once, none again."""
@@ -194,6 +190,9 @@ class HotConfig:
     rows, that an INT8 forward may have; None: whatever was measured."""
     gathered: bool = True
     """Call a layer's operators that feed each other by one call of the host's (docs/adr/0020)."""
+    accept: str = "auto"
+    """"auto": compare the gradients of some steps with exact ones, repair what is off, remember it
+    (docs/acceptance.md). "remembered": only what earlier processes found. "off": neither."""
     strict: bool = False
     """Raise what goes wrong in our part, instead of going on without it (docs/guarantee.md)."""
     dump: str | None = None
@@ -409,6 +408,7 @@ _PARSERS: dict[str, Any] = {
     "forward": parsers.one_of("exact", "int8"),
     "forward_budget": parsers.error_budget,
     "gathered": parsers.one_of(True, False),
+    "accept": parsers.one_of("auto", "remembered", "off"),
     "strict": parsers.one_of(True, False),
     "dump": parsers.path,
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_ALWAYS = {"min_gain": 0, "keep_head": False}
+_ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "off"}
 _LEAST = 0.95
 """Of the cosine of a gradient with eager's; 8 bits leave 0.999 and more."""
 

@@ -104,7 +104,18 @@ def graph_key(
     mode: str | None,
     options: Mapping[str, Any] | None,
 ) -> str:
-    """Digest of one of Dynamo's graphs and of how it is to be compiled: alike in every process."""
+    """Digest of :func:`graph_facts`."""
+    facts = graph_facts(gm, example_inputs, mode, options)
+    return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def graph_facts(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> str:
+    """One of Dynamo's graphs and how it is to be compiled: alike in every process."""
     inputs = [
         (str(x.dtype), str(x.device), list(map(str, x.shape)), x.requires_grad)
         if isinstance(x, torch.Tensor)
@@ -117,4 +128,4 @@ def graph_key(
     )
     versions = torch.__version__, sources_hash(), runtime_version()
     parts = readable(gm), inputs, mode, settings, versions
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return repr(parts)

@@ -14,7 +14,9 @@ from .errors import ProfileFormatError
 from .passes.profile.profile import SIDES, LayerProfile, Profile
 from .tables import PlainTable
 
-app = typer.Typer(help="Profiles made by hot_compile.calibrate.", no_args_is_help=True)
+app = typer.Typer(
+    help="Profiles made by hot_compile.calibrate, and what looks found.", no_args_is_help=True
+)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
@@ -69,6 +71,17 @@ def diff(
         return
     console.print(table)
     raise typer.Exit(1)
+
+
+@app.command(epilog="Example: hot-compile profile forget")
+def forget() -> None:
+    """Forget what looks at earlier runs found: the next run starts anew (docs/acceptance.md)."""
+    from .observing.acceptance import folder  # with torch, which other commands need not wait for
+
+    files = list(folder().glob("*.json"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    print(f"forgot the findings of {len(files)} graphs in {folder()}")
 
 
 def _load(path: Path) -> Profile:

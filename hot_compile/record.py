@@ -45,6 +45,12 @@ class GraphReport:
         return sum(c.bytes for c in self.crossing)
 
     @property
+    def changed(self) -> bool:
+        """Something of it is computed, or stored, otherwise than exactly."""
+        stored = any(c.scheme != "exact" for c in self.crossing)
+        return bool(stored or self.plan.rewritten or any(f.int8 for f in self.plan.forwards))
+
+    @property
     def predicted_seconds(self) -> dict[str, float | None]:
         """How much longer than exact a step takes, by cause; None: no rates known."""
         return {"layers": 0.0 - self.plan.seconds_won, "storing": self.storing_seconds}

@@ -73,6 +73,9 @@ class Compared:
             gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor], **asked: Any
         ) -> Any:
             recorder = self.recorder(gm, example_inputs)
-            return hot(gm, example_inputs, recorder=recorder, **laid_over(options, asked))
+            asked = laid_over(options, asked)
+            if asked["options"].get("accept") != "off":  # a look is no part of a usual step
+                asked["options"]["accept"] = "remembered"
+            return hot(gm, example_inputs, recorder=recorder, **asked)
 
         return compared

@@ -32,5 +32,5 @@ def strict_by_default() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name, recipe in RECIPES.items():
-            patch.setitem(RECIPES, name, dataclasses.replace(recipe, strict=True))
+            patch.setitem(RECIPES, name, dataclasses.replace(recipe, strict=True, accept="off"))
         yield

@@ -155,7 +155,7 @@ def test_a_step_is_found_however_it_was_compiled(kind):
 
 @pytest.mark.parametrize("step", [net(), torch.compile(net(), backend="hot"), print, 3])
 def test_a_step_without_a_monitor(step):
-    with pytest.raises(TypeError, match="without a monitor; expected what"):
+    with pytest.raises(TypeError, match="nothing looks at; expected what"):
         hot_compile.certificate(step)
 
 

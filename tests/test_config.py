@@ -158,6 +158,7 @@ def test_hash_sees_every_field():
         "forward_budget": 0.1,
         "gathered": False,
         "strict": True,
+        "accept": "off",
         "dump": "x",
         "prices": "table",
         "rates": (("integer", 1.0),),

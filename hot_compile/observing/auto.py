@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import innermost_backend
 
 from hot_compile.config import HotConfig
 from hot_compile.errors import CalibrationError, ProfileFormatError
@@ -179,6 +180,23 @@ def code_being_compiled() -> CodeType | None:
         return InstructionTranslator.current_tx().f_code
     except AttributeError:  # no compilation under way, e.g. the backend called by hand
         return None
+
+
+def step_being_compiled() -> Any:
+    """What ``torch.compile`` made for the step that Dynamo is compiling; None if that is unknown.
+
+    It lives as long as the compiled step does.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        given: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None
+    given = innermost_backend(given)
+    given = getattr(getattr(given, "__self__", None), "backend_compile_fn", given)  # DDP's
+    given = innermost_backend(given)
+    return given if isinstance(given, torch._TorchCompileWrapper) else None
 
 
 def forget(code: CodeType | None) -> None:

@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import innermost_backend
 
 from hot_compile.config import Strategy
 from hot_compile.observing.evidence import Spread
-from hot_compile.observing.monitor import Look, Monitor
+from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
 from hot_compile.sizes import memory_text, time_text
 
 
@@ -75,7 +75,7 @@ class Certificate:
         Path(path).write_text(json.dumps(self.json(), indent=1) + "\n")
 
     def __str__(self) -> str:
-        parts = [f"{self.on_integers} of {self.layers} layers on integers"]
+        parts = [f"{self.on_integers} of {self.layers} layers on integers"] * bool(self.layers)
         parts += [f"{self.hot}" + (f" (stock: {self.stock})" if self.stock else "")] * bool(
             self.hot
         )
@@ -116,18 +116,18 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
     """What the looks at ``step`` found so far.
 
     Args:
-        step: what ``torch.compile(..., backend="hot", options={"monitor": hot_compile.Monitor()})``
-            returned, a module that was compiled in place so, or the monitor itself.
+        step: what ``torch.compile(..., backend="hot")`` returned, a module that was compiled in
+            place so, or its monitor, if it was given one.
 
     Raises:
-        TypeError: ``step`` is not compiled so, or has no monitor.
+        TypeError: ``step`` is not compiled so, was not called yet, or is not looked at.
     """
     monitor = step if isinstance(step, Monitor) else _monitor_behind(step)
     if monitor is None:
         raise TypeError(
-            f"got a {type(step).__name__} without a monitor; expected what torch.compile(..., "
-            'backend="hot", options={"monitor": hot_compile.Monitor()}) returned. Compile it with '
-            "one, or pass the monitor itself."
+            f"got a {type(step).__name__} that nothing looks at; expected what torch.compile(..., "
+            'backend="hot") returned, after its first step, without accept="off". Compile it '
+            "so, or pass its monitor."
         )
     for graph in list(monitor.graphs.values()):
         graph.conclude()
@@ -155,13 +155,14 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
 
 def _unseen(monitor: Monitor) -> dict[str, str]:
     """What of the monitor's graphs could not be looked at, and why."""
-    found = {}
+    found = dict(getattr(monitor, "unseen", {}))
     for number, graph in enumerate(monitor.graphs.values()):
         gauge = graph.gauge
         if gauge.problem is not None:
             found[f"graph {number}"] = gauge.problem
-        elif not gauge.looks:
-            found[f"graph {number}"] = "no watched step had a backward yet"
+        elif gauge.shortage or not gauge.looks:
+            why = gauge.shortage or "no watched step had a backward yet"
+            found[f"graph {number}"] = why
         else:
             why = "its gradient is not finite, zero, or not this graph's"
             missing = [
@@ -179,6 +180,8 @@ def _monitor_behind(step: Any) -> Monitor | None:
     if "callback" not in context:
         return None
     backend = innermost_backend(context["callback"])
+    if KEPT_AS in vars(backend):
+        return vars(backend)[KEPT_AS]
     for given in (backend, getattr(backend, "compiler_fn", None)):
         keywords = getattr(given, "kwargs", None) or getattr(given, "keywords", {})
         monitor = (keywords.get("options") or {}).get("monitor")

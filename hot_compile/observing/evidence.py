@@ -13,6 +13,8 @@ from hot_compile.passes.measure.linear import compare
 
 _OF_NOISE = 0.3
 """Share of the batch's noise that an error may be: it then adds 9 % to a gradient's variance."""
+_OF_ROUNDING = 2.0
+"""An error is fine up to so many times what exact code of two kinds differs by."""
 _LOOKS = 4
 """Fewest looks whose errors' mean is judged."""
 _QUIET = 1e-3
@@ -39,19 +41,27 @@ class Trace:
         """One deviation of the exact gradient from batch to batch, over its norm. The last two
         looks' gradients differ by sqrt(2) of it and by what the parameters moved in between: so it
         is an upper bound, tight where looks are close. None before the second look."""
+        self.rounding = 0.0
+        """What exact code of two kinds differs by, over the gradient's norm, where that was seen:
+        nothing can be more right than that."""
         self._exact: Tensor | None = None
         self._sum: Tensor | None = None
         self._squares = 0.0
         self._norms = 0.0
 
-    def add(self, got: Tensor, want: Tensor) -> bool:
-        """Sketches of a step's gradient and of the exact one; False if they are not finite."""
+    def add(self, got: Tensor, want: Tensor, difference: Tensor | None = None) -> bool:
+        """Sketches of a step's gradient and of the exact one; False if they are not finite.
+
+        ``difference``: of another exact one from that.
+        """
         error, cosine = (float(figure) for figure in compare(got, want))
         if not torch.isfinite(torch.tensor([error, cosine])).all():
             return False
         norm = float(want.norm())
         if self._exact is not None and norm:
             self.noise = float((want - self._exact).norm()) / 2**0.5 / norm
+        if difference is not None and norm:
+            self.rounding = float(difference.norm()) / norm
         lost = got - want
         self.error, self.cosine, self.norm, self._exact = error, cosine, norm, want
         self._sum = lost if self._sum is None else self._sum + lost
@@ -73,15 +83,15 @@ class Trace:
         return (max(0.0, pairs) / (self.looks - 1) / self._norms) ** 0.5
 
     def limit(self, budget: float) -> float:
-        """Up to which its error is fine: the budget, or a share of the batch's noise."""
-        return max(budget, _OF_NOISE * (self.noise or 0.0))
+        """Up to which its error is fine: the budget, a share of the batch's noise, or rounding."""
+        return max(budget, _OF_NOISE * (self.noise or 0.0), _OF_ROUNDING * self.rounding)
 
     def fault(self, budget: float) -> str:
         """What is wrong with it; nothing if it is fine. Noise excuses chance, but no bias."""
         if self.error > self.limit(budget):
             noise = "" if self.noise is None else f", the batch's noise {self.noise:.2g}"
             return f"error {self.error:.3g} over budget {budget:g}{noise}"
-        if self.bias is not None and self.bias > budget:
+        if self.bias is not None and self.bias > max(budget, _OF_ROUNDING * self.rounding):
             return f"its errors have {self.bias:.3g} in common, over budget {budget:g}"
         return ""
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -44,11 +45,16 @@ class Gauge(Observer):
     """
 
     def __init__(
-        self, rotate: int = 1, config: HotConfig | None = None, trained: Iterable[str] = ()
+        self,
+        rotate: int = 1,
+        config: HotConfig | None = None,
+        trained: Iterable[str] = (),
+        weights: Iterable[str] = (),
     ) -> None:
         """``rotate``: every so many layers take turns, from one :meth:`read` to the next.
 
         ``config``: how the graph was compiled. ``trained``: its parameters that want gradients.
+        ``weights``: those that are always judged, whether a layer of theirs is shown or not.
         """
         self.wants_stored = False
         self.config = config or HotConfig()
@@ -62,6 +68,15 @@ class Gauge(Observer):
         """Repairs of this graph, the last ones, that were not enough."""
         self.repaired = False
         """It is to be compiled again."""
+        self.path: Path | None = None
+        """Where what is found is kept."""
+        self.repairs = 0
+        """Of this graph so far, by this process."""
+        self.settled = False
+        """Its first looks, perhaps in an earlier process, found nothing."""
+        self.shortage = ""
+        """Why there was no memory for the last look; empty if there was."""
+        self._weights = frozenset(weights)
         self._rotate = rotate
         self._turn = 0
         self._places: dict[str, int] = {}
@@ -69,6 +84,7 @@ class Gauge(Observer):
         """Names of the layers shown."""
         self._pending: list[tuple[str, str, Tensor]] = []
         self._sketches: dict[str, tuple[Tensor, Tensor]] = {}
+        self._uncertain: dict[str, Tensor] = {}
         self._told: list[tuple[Fed, dict[str, Tensor]]] = []
 
     def planned(self, decisions: Sequence[Decision]) -> None:
@@ -120,6 +136,16 @@ class Gauge(Observer):
         known = self._sketches.get(name)
         self._sketches[name] = (known[0] + got, known[1] + want) if known else (got, want)
 
+    def uncertain(self, name: str, difference: Tensor) -> None:
+        """Keep what exact code of two kinds differs by, added to that of other forwards."""
+        self._uncertain[name] = self._uncertain.get(name, 0) + difference
+
+    def short(self, error: object) -> None:
+        """Say it the first time."""
+        if not self.shortage:
+            log.warning("hot: no memory to compare gradients with exact ones: %s", error)
+        self.shortage = f"memory was too short: {str(error).partition(chr(10))[0]}"
+
     def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
         """Measure what storing one tensor does, unless memory is too short for that."""
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -141,6 +167,7 @@ class Gauge(Observer):
             return None
         pending, self._pending = self._pending, []
         sketches, self._sketches = self._sketches, {}
+        uncertain, self._uncertain = self._uncertain, {}
         self._turn += 1
         found: dict[str, dict[str, Quality]] = {}
         for name, side, figures in pending:
@@ -149,11 +176,18 @@ class Gauge(Observer):
                 found.setdefault(name, {})[side] = Quality(error, cosine)
         for name, (got, want) in sketches.items():
             trace = self.traces.setdefault(name, Trace())
-            if trace.add(got.cpu(), want.cpu()):
+            other = uncertain.get(name)
+            if trace.add(got.cpu(), want.cpu(), None if other is None else other.cpu()):
                 whose, side = (layer_of(name), WHOLE) if self._is_weight(name) else (name, "grad")
                 found.setdefault(whose, {})[side] = Quality(trace.error, trace.cosine)
-        self.looks += bool(found)
+        if found:
+            self.looks, self.shortage = self.looks + 1, ""
         return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its layers, as a monitor has them, and of parameters that are no layer's weight."""
+        return frozenset({*map(layer_of, self.trained), *self.layers})
 
     @property
     def judged(self) -> dict[str, Trace]:
@@ -166,7 +200,8 @@ class Gauge(Observer):
         return Spread.of({name: trace.error for name, trace in self.judged.items()})
 
     def _is_weight(self, name: str) -> bool:
-        return layer_of(name) != name and layer_of(name) in self.layers
+        shown = layer_of(name) != name and layer_of(name) in self.layers
+        return shown or name in self._weights
 
 
 class Watched:
@@ -194,19 +229,28 @@ class Watched:
         """One forward; what the last watched backward showed is read here."""
         self.conclude()
         self._calls += 1
-        if self._monitor.due(self._calls):
+        gauge = self.gauge
+        if not gauge.repaired and self._monitor.follows(gauge, self._calls):
+            self._repaired()
+        if self._monitor.due(self._calls, gauge.settled):
             self._left = _FORWARDS
-        watched = self._left > 0 and not self.gauge.repaired
+        watched = self._left > 0 and not gauge.repaired
         self._left -= watched
         return (self._observed if watched else self._usual)(*args)
 
     def conclude(self) -> None:
         """Read and judge what the last watched backwards showed, if there were any."""
-        found = self.gauge.read()
+        gauge = self.gauge
+        found = gauge.read()
         if found is not None:
             self._left = 0
         if found:
             self._judge(found)
+        elif self._left and gauge.shortage:
+            self._left = 0
+            if gauge.wants_stored and not gauge.repaired:  # a fault that nothing can be told of
+                self._monitor.repair(self._calls, {}, {}, gauge)
+                self._repaired()
 
     def _judge(self, found: Qualities) -> None:
         """Report; before anything is changed all is looked at that may be to blame."""
@@ -218,11 +262,16 @@ class Watched:
             monitor.history.append(Look(step, monitor.compiles, errors, len(faults)))
         if not faults:
             gauge.attempts, gauge.wants_stored = 0, False
+            monitor.settles(gauge)
         elif gauge.wants_stored:
-            gauge.repaired, gauge.wants_stored = True, False
             monitor.repair(step, found, stored, gauge)
-            forget(self._code)
+            self._repaired()
         else:
             gauge.wants_stored, self._left = True, _FORWARDS
         if not gauge.wants_stored and monitor.settled():
             log.warning("hot: %s", certificate(monitor))
+
+    def _repaired(self) -> None:
+        """The next forward compiles the graph anew."""
+        self.gauge.repaired, self.gauge.wants_stored = True, False
+        forget(self._code)

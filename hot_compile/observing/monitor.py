@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hot_compile")
 
+KEPT_AS = "hot_acceptance"
+"""Where what ``torch.compile`` makes of a step keeps what looks at it by default."""
 DOUBLING = "doubling"
 _LAST_DOUBLED = 64
 _SETTLED = 7
 """Looks at a graph, 1 to 64, after which a line says what was found."""
-_STRICTER = 16
-"""By how much smaller the share of the budget is by which tensors and layers are judged, each time
-that no smaller one told what is to blame, or that a repair was not enough."""
-_STRICTEST = 3
+_ATTEMPTS = 3
+"""Repairs of single layers and tensors that are tried before those of all of a graph."""
 _NAMED = 4
 """Most layers or tensors of a repair that are named in warnings."""
 _FINER: Mapping[str, Mapping[str, Any]] = {
@@ -54,7 +54,8 @@ _FINER: Mapping[str, Mapping[str, Any]] = {
     "exactly": {"forward": "exact", "memory": Memory.OFF},
 }
 """Rungs towards exact storage, each with an exact forward: what is said of them, and the options
-they change."""
+they change. With the last one all layers are exact, too."""
+_LAST = "exactly"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +177,11 @@ class Monitor:
             config, override=(*config.override, *exact), memory_override=bits
         )
 
-    def due(self, forwards: int) -> bool:
-        """The forward of this number, from 1 on, of a graph's present code is to be watched."""
+    def due(self, forwards: int, settled: bool = False) -> bool:
+        """The forward of this number, from 1 on, of a graph's present code is to be watched.
+
+        ``settled``: looks at such code, in an earlier process, found no fault.
+        """
         if isinstance(self.every, int):
             return forwards % self.every == 0
         if forwards > _LAST_DOUBLED:
@@ -206,7 +210,7 @@ class Monitor:
 
     def faults(self, found: Qualities, gauge: Gauge) -> dict[str, str]:
         """What left the budget: layers by their own strategy, parameters by the whole error."""
-        if self.budget is None or "*" in self.demoted:
+        if self.budget is None or self._exact(gauge):
             return {}
         own = {name: exact_products(off, None) for name, off in self._own(found, 1.0).items()}
         whole = {name: t.fault(self.budget) for name, t in gauge.judged.items()}
@@ -227,9 +231,10 @@ class Monitor:
         why = f"{of}budget {self.budget:g}, at step {step}"
         products = {n: sides["g_w"].error for n, sides in found.items() if "g_w" in sides}
         times = amplification(products)
-        unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
-        for power in range(gauge.attempts, 1 if unknown else _STRICTEST):
-            share = _STRICTER**-power
+        if gauge.attempts < _ATTEMPTS and whole:
+            unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
+            parts = 1.0 if unknown else _share(whole.worst, found, stored, times)
+            share = parts * 0.5**gauge.attempts
             new = self._demote(step, found, share, times)
             if self._raise(stored, self.budget * share, why, times) or new:
                 return
@@ -270,21 +275,31 @@ class Monitor:
     def _refine(self, gauge: Gauge, why: str) -> None:
         """Nobody alone is to blame: take the next rung towards exact for the graph."""
         changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
-        rung = next(changes, None)
-        if rung is None:
-            self.demoted["*"] = why
-            log.warning("hot: every layer stays exact from now on: %s", why)
-            return
-        self.stored.update(dict.fromkeys(gauge.layers, f"{rung}: {why}"))
+        rung = next(changes, _LAST)
+        self.stored.update(dict.fromkeys(gauge.names, f"{rung}: {why}"))
+        if rung == _LAST:
+            self.demoted.update(dict.fromkeys(gauge.layers, why))
         log.warning("hot: activations of this graph are stored %s from now on: %s", rung, why)
+
+    def _exact(self, gauge: Gauge) -> bool:
+        """All of a graph is exact by now."""
+        return any(self.stored.get(name, "").startswith(_LAST) for name in gauge.names)
 
     def watches(self, key: object, graph: Watched) -> None:
         """A graph was compiled: ``graph`` is what runs from now on."""
         before = self.graphs.get(key)
         if before is not None:
             graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
+            graph.gauge.repairs = before.gauge.repairs + before.gauge.repaired
         self.graphs[key] = graph
         self.compiles += 1
+
+    def follows(self, gauge: Gauge, forwards: int) -> bool:
+        """Others decided how the graph is to be compiled; of a monitor nobody else does."""
+        return False
+
+    def settles(self, gauge: Gauge) -> None:
+        """A look at a graph found no fault."""
 
     @property
     def busy(self) -> bool:
@@ -323,6 +338,17 @@ class Monitor:
             for side, quality in sides.items():
                 self.writer.add_scalar(f"hot/{side} cosine/{name}", quality.cosine, step)
                 self.writer.add_scalar(f"hot/{side} SNR/{name}", quality.snr, step)
+
+
+def _share(whole: float, found: Qualities, stored: Mapping[str, Stored], times: float) -> float:
+    """Share of the budget by which layers and tensors are judged, one by one.
+
+    Where gradients' sums nearly cancel, the error of the whole is many times that of each part,
+    more than the ``times`` that are known of.
+    """
+    own = [q.error for sides in found.values() for side, q in sides.items() if side in OWN]
+    parts = max([*own, *(tensor.lost for tensor in stored.values())], default=0.0)
+    return min(1.0, times * parts / whole) if whole else 1.0
 
 
 def layer_of(parameter: str) -> str:

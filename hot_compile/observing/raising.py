@@ -42,6 +42,12 @@ class Stored:
         """As it is stored it takes more than its share of ``budget``."""
         return self.scheme in self.errors and not stays_within(self.errors[self.scheme], budget)
 
+    @property
+    def lost(self) -> float:
+        """What storing it as usual does to the worst of the gradients that it feeds."""
+        now = self.errors.get(self.scheme)
+        return max(now.error, now.passed) if now else 0.0
+
     def offer(self, budget: float, known: str | None = None) -> str | None:
         """The scheme of fewest bytes that stays within its share, in words; exact if none does.
 

@@ -12,10 +12,12 @@ this graph with one warning; the step gets its gradients all the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -23,13 +25,33 @@ from torch.autograd.graph import Node
 
 from hot_compile.again import SAME, Again, compiled_for, compiled_node, differentiable
 from hot_compile.memory import saved_by, storage_bytes
+from hot_compile.observing.eager import Eager, TooLarge
 from hot_compile.passes.measure.observe import Observation, Observer
 from hot_compile.passes.measure.sketch import sketch
+
+log = logging.getLogger("hot_compile")
 
 _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""
 Compile = Callable[[fx.GraphModule, Sequence[Any], Observation], Callable[..., Any]]
 """(Dynamo's graph, example inputs, who is shown the layers) -> compiled function."""
+
+
+class Exact(Protocol):
+    """Code that computes a graph exactly, for the shapes of some inputs."""
+
+    @property
+    def mutated(self) -> frozenset[int]:
+        """Places of the inputs that it changes."""
+
+    def gradients(
+        self, step: Again, tangents: Mapping[int, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(how far its outputs are from the step's, sketches of gradients by parameter).
+
+        Args:
+            step: what is done again. tangents: gradients of the outputs at these places.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +60,21 @@ class _Code:
 
     run: Callable[..., Any]
     mutated: frozenset[int]
-    """Places of the inputs that it changes."""
     observation: Observation
     """Kept alive: its graph knows it by number only."""
+
+    def gradients(
+        self, step: Again, tangents: Mapping[int, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As :class:`Exact` has it."""
+        self.observation.taken()
+        inputs, outputs = step.run(self.run)
+        deviation = step.deviation(outputs)
+        ends = [outputs[place] for place in tangents]
+        del outputs
+        leaves = [a for a in inputs if differentiable(a)]
+        torch.autograd.grad(ends, leaves, list(tangents.values()), allow_unused=True)
+        return deviation, self.observation.taken()
 
 
 class Twin:
@@ -53,7 +87,7 @@ class Twin:
         self._observer = observer
         self._codes: dict[tuple[bool, object], _Code] = {}
 
-    def code(self, args: Sequence[Any]) -> _Code | None:
+    def code(self, args: Sequence[Any]) -> Exact | None:
         """The twin for inputs such as ``args``; None if there are too many shapes to compile for.
 
         Another one where the observer wants to be shown what crosses, too.
@@ -78,13 +112,65 @@ class Twin:
         return _Code(*compiled_for(self._gm, args, compile_graph), observation)
 
 
+class Doubled:
+    """A twin that costs nothing to compile, and beside it, where there is a doubt, a thorough one.
+
+    What both differ by is what no exact computation can tell.
+    """
+
+    def __init__(self, quick: Eager, thorough: Sequence[Twin], observer: Observer) -> None:
+        """``thorough``: the first that runs counts."""
+        self._quick = quick
+        self._thorough = list(thorough)
+        self._observer = observer
+
+    def code(self, args: Sequence[Any]) -> Exact | None:
+        """As :class:`Twin` has it."""
+        return self if self._observer.wants_stored else self._quick
+
+    @property
+    def mutated(self) -> frozenset[int]:
+        """As :class:`Exact` has it."""
+        return self._quick.mutated
+
+    def gradients(
+        self, step: Again, tangents: Mapping[int, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As :class:`Exact` has it."""
+        deviation, other = self._quick.gradients(step, tangents)
+        with step.random.again():
+            thorough, exact = self._surely(step, tangents)
+        for name, want in exact.items():
+            if name in other:
+                self._observer.uncertain(name, other[name] - want)
+        return torch.maximum(deviation, thorough), exact
+
+    def _surely(
+        self, step: Again, tangents: Mapping[int, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        while True:
+            try:
+                with step.modes():  # it may be compiled here
+                    code = self._thorough[0].code(step.args)
+                if code is None:
+                    raise RuntimeError("steps are of too many shapes")
+                return code.gradients(step, tangents)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                if len(self._thorough) == 1:
+                    raise
+                log.debug("hot: a twin does not run node by node", exc_info=True)
+                self._thorough.pop(0)
+
+
 class Watch:
     """A compiled graph, each forward and backward of which is watched while nothing fails."""
 
     def __init__(
         self,
         usual: Callable[..., Any],
-        exact: Twin,
+        exact: Twin | Eager | Doubled,
         names: Sequence[str | None],
         observer: Observer,
     ) -> None:
@@ -101,27 +187,31 @@ class Watch:
         self._check_deviations()
         if self._observer.problem is not None:
             return self.usual(*args)
-        try:
+        look = None
+        with self._telling("the exact twin of a graph could not be compiled"):
             code = self._twin.code(args)
-        except Exception as error:
-            self._observer.failed("the exact twin of a graph could not be compiled", error)
-            code = None
-        if code is None:
-            return self.usual(*args)
-        look = _Look(code, args)
+            look = None if code is None else _Look(code, args)
         outputs = self.usual(*args)
-        try:
+        if look is None:
+            return outputs
+        with self._telling("a step could not be watched"):
             look.attach(outputs, self._names, self._rerun, self._compare)
-        except Exception as error:
-            self._observer.failed("a step could not be watched", error)
         return outputs
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """What is raised inside costs the look, or all looks, and no step."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, TooLarge) as error:
+            self._observer.short(error)
+        except Exception as error:
+            self._observer.failed(what, error)
 
     def _rerun(self, look: _Look) -> None:
         """Run the twin; called before or after a usual backward."""
-        try:
+        with self._telling("the exact twin of a step could not be run"):
             look.rerun()
-        except Exception as error:
-            self._observer.failed("the exact twin of a step could not be run", error)
 
     def _compare(self, look: _Look, usual: Mapping[str, Tensor]) -> None:
         """Tell the observer how far gradients are from the twin's; called after both backwards."""
@@ -144,7 +234,7 @@ class Watch:
 class _Look:
     """One watched step: what the twin needs to do the same."""
 
-    def __init__(self, code: _Code, args: Sequence[Any]) -> None:
+    def __init__(self, code: Exact, args: Sequence[Any]) -> None:
         """Before the step's forward."""
         self._code = code
         self._step = Again(args, code.mutated)
@@ -208,17 +298,10 @@ class _Look:
         step = self._step
         if step.stale:
             return
-        self._code.observation.taken()
+        # of an output that nobody's loss depends on, hooks are told of no gradient
+        tangents = {place: t for place, t in self._tangents.items() if t is not None}
         with step.random.again():
-            inputs, outputs = step.run(self._code.run)
-            deviation = step.deviation(outputs)
-            # of an output that nobody's loss depends on, hooks are told of no gradient
-            tangents = {place: t for place, t in self._tangents.items() if t is not None}
-            ends = [outputs[place] for place in tangents]
-            del outputs
-            leaves = [a for a in inputs if differentiable(a)]
-            torch.autograd.grad(ends, leaves, list(tangents.values()), allow_unused=True)
-        self.deviation, self.exact = deviation, self._code.observation.taken()
+            self.deviation, self.exact = self._code.gradients(step, tangents)
 
 
 def _storage(tensor: Tensor) -> int:

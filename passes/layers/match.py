@@ -16,6 +16,7 @@ from torch import fx
 
 from hot_compile.passes.base.graph import (
     aten,
+    clean_path,
     closure,
     is_tangent,
     module_path,
@@ -54,6 +55,29 @@ class GraphInputs:
     """
 
     parameters: tuple[str | None, ...] = ()
+
+
+def graph_inputs(gm: fx.GraphModule) -> GraphInputs:
+    """Which of the graph's inputs are parameters or buffers, by Dynamo's own record.
+
+    Unknown only where there is no record at all: a graph made by hand.
+    """
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in given]
+    if not any(sources):
+        return GraphInputs()
+    values = [node.meta.get("example_value") for node in given]
+    return GraphInputs(tuple(map(_parameter_name, sources, values)))
+
+
+def _parameter_name(source: Any, value: Any) -> str | None:
+    if source is None:
+        return None
+    text = source.name if isinstance(source.name, str) else source.name()
+    held = "_parameters[" in text or "_buffers[" in text
+    if held or isinstance(value, torch.nn.Parameter):
+        return clean_path(text) or text  # a parameter that is an argument itself has no path
+    return None
 
 
 def match(graph: fx.Graph, inputs: GraphInputs = GraphInputs()) -> list[Site]:

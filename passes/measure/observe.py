@@ -82,6 +82,12 @@ class Observer:
         Both fp32, on the device; ``got`` is not finite where nothing can be said.
         """
 
+    def uncertain(self, name: str, difference: Tensor) -> None:
+        """Take a sketch: by what a parameter's gradients by exact code of two kinds differ."""
+
+    def short(self, error: object) -> None:
+        """Memory was too short for this look; the next one may have more."""
+
     def failed(self, what: str, error: object) -> None:
         """Say once that ``what`` went wrong; training goes on as it would without observing."""
         if self.problem is None:

@@ -1,0 +1,353 @@
+"""On by default: gradients are looked at, what is off is repaired, what was found remembered."""
+
+import functools
+import json
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples_cancelling import CASES, critic, mlp, near_pairs
+from torch import nn
+
+import hot_compile
+from hot_compile.backend import hot
+from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.observing import acceptance, eager
+from hot_compile.observing.acceptance import Acceptance, Findings
+from hot_compile.observing.eager import Eager, draws
+from hot_compile.observing.monitor import KEPT_AS
+from hot_compile.testing import cosine
+
+ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "auto"}
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch):
+    """Where findings are kept; nothing of other tests lies there."""
+    monkeypatch.setattr(acceptance, "folder", lambda: tmp_path / "accepted")
+    return tmp_path / "accepted"
+
+
+def compiled(function, reports=None, lower=False, **options):
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options={**ALWAYS, **options}, recorder=reports, **keywords)
+    return torch.compile(function, backend=backend)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def errors(got, want):
+    """Of all parameters whose gradients are not tiny beside the largest."""
+    largest = max(g.norm() for g in want.values())
+    kept = {n: g for n, g in want.items() if g.norm() > 1e-3 * largest}
+    return {n: ((got[n] - g).norm() / g.norm()).item() for n, g in kept.items()}
+
+
+def exact_gradients(model, loss, x, inside):
+    """By the exact recipe, which draws the same random numbers."""
+    torch._dynamo.reset()
+    run_step(*step_of(model, loss, inside, recipe="exact", accept="off"), model, x)
+    return gradients(model)
+
+
+def step_of(model, loss, inside, **options):
+    """(what is called, what makes the loss of it)."""
+    if inside:
+        return compiled(functools.partial(loss, model), **options), lambda f, x: f(x)
+    return compiled(model, **options), loss
+
+
+def run_step(f, loss, model, x):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss(f, x).backward()
+
+
+QUICK = {"critic", "pairs by index", "finite differences", "R-Drop", "Pearson", "two towers"}
+SIDES = [
+    pytest.param(name, inside, marks=() if name in QUICK and not inside else pytest.mark.slow)
+    for name in CASES
+    for inside in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "inside"), SIDES)
+def test_what_nearly_cancels_is_right_by_the_ninth_step(name, inside):
+    make, loss, data = CASES[name]
+    model, x = make(), data()
+    want = exact_gradients(model, loss, x, inside)
+    torch._dynamo.reset()
+    f, loss = step_of(model, loss, inside)
+    for _ in range(9):
+        run_step(f, loss, model, x)
+    got = gradients(model)
+    found = errors(got, want)
+    assert max(found.values()) < 0.25, found
+    assert min(cosine(got[n], want[n]) for n in found) > 0.97
+
+
+def bad_net():
+    return mlp(64, 1), near_pairs()
+
+
+def train_critic(step, model, x, steps=9):
+    for _ in range(steps):
+        model.zero_grad()
+        critic(step, x).backward()
+    return gradients(model)
+
+
+def test_the_next_process_starts_with_what_was_found(kept, caplog):
+    model, x = bad_net()
+    reports = Reports()
+    train_critic(compiled(model, reports), model, x, 12)
+    assert 2 <= len(reports.graphs) <= 3
+    (file,) = kept.iterdir()
+    known = json.loads(file.read_text())
+    assert known["demoted"] or known["raised"]
+    torch._dynamo.reset()
+    again = Reports()
+    got = train_critic(compiled(model, again), model, x, 12)
+    assert [g.digest for g in again.graphs] == [reports.graphs[-1].digest]  # compiled once
+    torch._dynamo.reset()
+    assert max(errors(got, train_critic(model, model, x, 1)).values()) < 0.25
+    assert "hot-compile profile forget" in caplog.text
+
+
+def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+    looks = []
+    own = Eager.gradients
+    monkeypatch.setattr(Eager, "gradients", lambda *a: looks.append(1) or own(*a))
+    for expected in (5, 1):  # 1, 2, 4, 8 and 64; 64
+        torch._dynamo.reset()
+        looks.clear()
+        model, x = net(), torch.randn(64, 64)
+        step = compiled(model)
+        for _ in range(66):
+            step(x).square().mean().backward()
+        assert len(looks) == expected
+    (file,) = kept.iterdir()
+    assert json.loads(file.read_text()) == {
+        "demoted": {}, "raised": {}, "stored": {}, "settled": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"raised": {"a": "7 apples"}}', '{"more": 1}'])
+def test_findings_that_cannot_be_read_are_none(tmp_path, text):
+    path = tmp_path / "f.json"
+    path.write_text(text)
+    assert Findings.load(path) == Findings.load(tmp_path / "none") == Findings()
+
+
+def test_findings_that_cannot_be_kept_cost_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    Findings(demoted={"a": "why"}).save(tmp_path / "file" / "f.json")
+
+
+class Busy(nn.Module):
+    """All that a second run could disturb: batch norm, an input changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Linear(96, 64)
+        self.register_buffer("count", torch.zeros(64))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.fc2(self.norm(self.fc1(x)).relu()) + self.count
+
+
+class Dropping(Busy):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.3))
+
+
+@pytest.mark.parametrize("kind", [Busy, Dropping])
+def test_looks_change_no_bit_of_a_step(kind):
+    runs = []
+    for accept in ("auto", "off"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = kind()
+        step, seen = compiled(model, accept=accept), []
+        for _ in range(4):
+            model.zero_grad()
+            loss = (step(torch.randn(32, 64)) + step(torch.randn(32, 64))).square().mean()
+            loss.backward()
+            seen += [loss.detach(), *gradients(model).values()]
+        found = certificates(step)
+        assert len(found.looks) == (3 if accept == "auto" else 0)
+        assert not found.repaired
+        assert not found.unseen or accept == "off"
+        runs.append([*seen, *(b.clone() for b in model.buffers()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def certificates(step):
+    """What is known of a step, whether it is looked at or not."""
+    try:
+        return hot_compile.certificate(step)
+    except TypeError:
+        return hot_compile.certificate(Acceptance())
+
+
+def test_a_certificate_without_a_monitor():
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    step, x = compiled(model), torch.randn(256, 64)
+    for _ in range(2):
+        step(x).square().mean().backward()
+    found = hot_compile.certificate(step)
+    assert (found.layers, found.on_integers) == (2, 2)
+    assert 0 < found.errors.worst < 0.1
+
+
+def test_under_autocast_with_a_scaler_and_accumulation():
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    step, scaler = compiled(model), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for number in range(10):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(torch.randn(64, 64)).float().square().mean()
+        scaler.scale(loss).backward()
+        if number % 2:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    found = hot_compile.certificate(step)
+    assert len(found.looks) == 4
+    assert not found.repaired
+    assert found.errors.worst < 0.2
+
+
+def test_several_graphs_and_shapes_that_change():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x):
+            x = self.a(x).relu()
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    model = Broken()
+    step = compiled(model)
+    for rows in (32, 48, 64, 48, 80):
+        step(torch.randn(rows, 64)).square().mean().backward()
+    found = hot_compile.certificate(step)
+    assert found.layers == 2
+    assert not found.unseen
+    assert not found.repaired
+
+
+def test_a_look_that_fails_costs_one_warning_and_no_step(monkeypatch, caplog):
+    monkeypatch.setattr(Eager, "gradients", lambda *_: 1 / 0)
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
+    step = compiled(model)
+    for _ in range(3):
+        model.zero_grad()
+        step(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    told = [r for r in caplog.records if "not observed" in r.getMessage()]
+    assert len(told) == 1
+    assert "ZeroDivisionError" in str(hot_compile.certificate(step).unseen)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), eager.TooLarge("no")])
+def test_where_memory_is_short_the_next_look_tries_again(monkeypatch, caplog, error):
+    own, tries = Eager.gradients, []
+
+    def short(self, *given):
+        tries.append(1)
+        if len(tries) < 3:
+            raise error
+        return own(self, *given)
+
+    monkeypatch.setattr(Eager, "gradients", short)
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
+    step = compiled(model)
+    for number in range(5):
+        step(x).square().mean().backward()
+        if number == 2:
+            assert "memory" in str(hot_compile.certificate(step).unseen)
+    assert len(hot_compile.certificate(step).looks) == 1
+    assert len([r for r in caplog.records if "memory" in r.getMessage()]) == 1
+
+
+def test_where_nobody_can_look_it_is_said_once(caplog):
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
+    with torch._dynamo.config.patch(enable_compiler_collectives=True):
+        step = compiled(model)
+        for rows in (64, 32):
+            step(x[:rows]).square().mean().backward()
+    told = [r for r in caplog.records if "not compared with exact" in r.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("value", ["off", "remembered"])
+def test_switched_off(value, kept):
+    model, x = bad_net()
+    step = compiled(model, accept=value)
+    got = train_critic(step, model, x)
+    assert not kept.exists()
+    assert max(errors(got, train_critic(model, model, x, 1)).values()) > 0.5
+
+
+def test_remembered_repairs_without_looks(kept):
+    model, x = bad_net()
+    train_critic(compiled(model), model, x, 12)
+    torch._dynamo.reset()
+    got = train_critic(compiled(model, accept="remembered"), model, x, 1)
+    torch._dynamo.reset()
+    assert max(errors(got, train_critic(model, model, x, 1)).values()) < 0.25
+
+
+def test_stretches_compute_the_same_from_less(monkeypatch):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, F.gelu, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 4), torch.randn(4, 16, 64)
+    seen = {}
+    for count in (1, 3, 8):
+        monkeypatch.setattr(Eager, "_stretches", lambda *_, count=count: count)
+        torch._dynamo.reset()
+        model.zero_grad()
+        step = compiled(lambda x: model(x).square().mean(), gx_bits=8)
+        step(x).backward()
+        seen[count] = hot_compile.certificate(step).errors
+    assert max(s.worst for s in seen.values()) - min(s.worst for s in seen.values()) < 1e-5
+
+
+def test_which_graphs_draw_random_numbers():
+    def traced(function):
+        return draws(torch.fx.symbolic_trace(function))
+
+    assert traced(lambda x: F.dropout(x, 0.1, True))
+    assert traced(lambda x: x + torch.rand_like(x))
+    assert traced(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
+    assert not traced(lambda x: F.dropout(x, 0.1, False))
+    assert not traced(lambda x: F.scaled_dot_product_attention(x, x, x))
+    assert not traced(lambda x: F.dropout(x, p=0.0) + torch.linspace(0, 1, 3))
+
+
+def test_when_looks_are_due():
+    monitor = Acceptance()
+    assert [n for n in range(1, 5000) if monitor.due(n)] == [1, 2, 4, 8, 64, 512, 4096]
+    assert [n for n in range(1, 5000) if monitor.due(n, True)] == [64, 512, 4096]
+
+
+def test_one_acceptance_a_step_however_often_it_is_compiled():
+    logging.getLogger("hot_compile").debug("begin")
+    model, x = bad_net()
+    step = compiled(model)
+    train_critic(step, model, x, 5)
+    wrapper = torch._dynamo.eval_frame.innermost_backend(
+        step.dynamo_ctx.callback if hasattr(step, "dynamo_ctx") else step
+    )
+    assert vars(wrapper)[KEPT_AS].compiles >= 2
