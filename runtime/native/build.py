@@ -168,10 +168,12 @@ def _build_file(extension: Extension, compiler: tuple[str, ...]) -> str:
 def _run_ninja(extension: Extension, compiler: tuple[str, ...], folder: Path) -> Path:
     (folder / "build.ninja").write_text(_build_file(extension, compiler))
     said = []
-    process = functools.partial(
-        subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    with progress(len(extension.sources) + 1) as begin, process([_ninja()], cwd=folder) as ninja:
+    with (
+        progress(len(extension.sources) + 1) as begin,
+        subprocess.Popen(
+            [_ninja()], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as ninja,
+    ):
         begin(f"building {extension.name}")
         for line in ninja.stdout or ():
             said.append(line)
