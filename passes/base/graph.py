@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -46,6 +46,14 @@ def readable(graph: fx.Graph | fx.GraphModule) -> str:
         return owner.print_readable(print_output=False)
     assert isinstance(graph, fx.Graph)
     return graph.python_code("self", verbose=True).src
+
+
+def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Arguments of a call by the names that its operator has for them, where it has any."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema else []
+    yield from zip(names, node.args, strict=False)
+    yield from node.kwargs.items()
 
 
 def is_tangent(node: fx.Node) -> bool:

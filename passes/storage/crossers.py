@@ -15,6 +15,7 @@ from torch import fx
 
 from hot_compile.passes.base.graph import (
     IMAGE_DIMS,
+    aten,
     closure,
     is_ours,
     module_path,
@@ -23,7 +24,7 @@ from hot_compile.passes.base.graph import (
     returned,
     strip,
 )
-from hot_compile.passes.base.operators import FLOATS, REDUCTIONS, VIEWS
+from hot_compile.passes.base.operators import FLOATS, LAYER_PRODUCTS, REDUCTIONS, VIEWS
 from hot_compile.passes.base.schemes import Kind, Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
@@ -90,6 +91,8 @@ class Crosser:
     """A layer's product reads it as it is: the x of the paper's ABC."""
     norm: bool = False
     """A norm's backward sums over its rows."""
+    region: bool = False
+    """A checkpointed region is computed again from it, its softmaxes' sums, too."""
     masks: tuple[Mask, ...] = ()
     """Their outcome is worth its own bits: a rounded value may fall on the other side."""
     own_mask: Mask | None = None
@@ -136,6 +139,7 @@ class Judge:
     ) -> None:
         self._smallest, self._cancelled = smallest, cancelled
         self._activations = _activations(forward, inputs)
+        self._learned = closure(filter(_is_layer, forward.nodes))
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
         made_by_heads = {node.name for node in self._activations if _is_of_head(node)}
@@ -169,7 +173,8 @@ class Judge:
             sample=sample,
             kind=need.kind,
             feeds_product=reading.product,
-            norm=reading.rows,
+            norm=reading.rows and not reading.region,
+            region=reading.region,
             masks=() if offered.reason else tuple(mask for mask in masks if mask),
         )
 
@@ -178,6 +183,8 @@ class Judge:
         bounded = not reading.refusal and is_normalised(saved, self._activations)
         if reading.refusal or (reading.fine and not bounded):
             return Need(reason=reading.refusal or _UNBOUNDED)
+        if reading.region and saved not in self._learned:
+            return Need(reason="a mask or positions: no layer made it")
         fits = reading.channel, reading.fine, bounded or reading.rows, True
         kind = next(kind for kind, fit in zip(_KINDS, fits, strict=True) if fit)
         most = math.inf
@@ -263,6 +270,11 @@ def is_packed(node: fx.Node) -> bool:
     got = getattr(node.target, "__name__", "") == "getitem"
     source = node.args[0] if got else None
     return isinstance(source, fx.Node) and is_ours(source)
+
+
+def _is_layer(node: fx.Node) -> bool:
+    """It makes of data what a network has learned of it."""
+    return node.target in LAYER_PRODUCTS or is_ours(node) or node.target is aten.embedding.default
 
 
 def _is_of_head(node: fx.Node) -> bool:

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten, made_of, made_of_tangents
+from hot_compile.passes.base.graph import aten, made_of, made_of_tangents, named_arguments
 from hot_compile.passes.base.operators import CASTS, MOVES, VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.logit_errors import Attention, Operand, as_text
-from hot_compile.passes.storage.readers import is_attention, named_arguments
+from hot_compile.passes.storage.readers import is_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def pairs(backward: fx.Graph, found: Iterable[Crosser]) -> list[Pair]:
     if not attentions:
         return []
     crossers = {crosser.restored: crosser for crosser in found}
-    floats = {n for n in crossers if n.meta["val"].is_floating_point()}
+    floats = {n for n, c in crossers.items() if n.meta["val"].is_floating_point() and not c.region}
     gradients = made_of_tangents(backward)
     result = []
     for query, key, factor in filter(None, attentions):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Set
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +22,7 @@ from hot_compile.passes.base.graph import (
     is_ours,
     is_tangent,
     made_of,
+    named_arguments,
     placeholders,
     strip,
 )
@@ -48,6 +48,7 @@ from hot_compile.passes.storage.norms import (
     spreads_again,
     through_views,
 )
+from hot_compile.passes.storage.regions import Region, is_checkpointed
 
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
@@ -77,6 +78,8 @@ class Reading:
     """A vector by channel is taken from it: what is left must be exact, not the whole."""
     rows: bool = False
     """A norm's backward sums over its innermost dimension."""
+    region: bool = False
+    """A checkpointed region is computed again from it."""
     masks: list[fx.Node] = dataclasses.field(default_factory=list)
     """Comparisons of what is recomputed from it with constants."""
     chain: Chain | None = None
@@ -139,7 +142,7 @@ def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Readi
 class _Reader:
     def __init__(self, root: fx.Node, known: Facts, cuts: Set[fx.Node]) -> None:
         self.reading = Reading(chain=Chain(root))
-        self._root, self._known = root, known
+        self._root, self._known, self._cuts = root, known, cuts
         self._elements = hint(root.meta["val"].numel())
         for node in _downstream(root, known.gradients, cuts):
             for operand in dict.fromkeys(node.all_input_nodes):
@@ -186,6 +189,17 @@ class _Reader:
     def region(self, node: fx.Node, user: fx.Node) -> None:
         """What is no function of single elements is computed again from it."""
         self._refuse(f"input of a recomputed region ({user.target})")
+
+    def checkpoint(self, node: fx.Node, user: fx.Node) -> None:
+        """A region that the user checkpoints is computed again from it."""
+        if self.reading.region:
+            return
+        self.reading.region = True
+        region = Region(self._root, self._known.gradients, self._known.activations, self._cuts)
+        self._refuse(region.problem())
+        derivatives = (n for n in region.readers() if not _is_product(n))
+        if not all(map(self.is_settled, derivatives)):
+            self._refuse("a loss is computed again from it")
 
     def compare(self, node: fx.Node, user: fx.Node) -> None:
         """A mask is made of it."""
@@ -368,14 +382,6 @@ def is_attention(node: fx.Node) -> bool:
     return "attention" in name and "backward" in name
 
 
-def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
-    """Arguments of a call by the names that its operator has for them, where it has any."""
-    schema = getattr(node.target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema else []
-    yield from zip(names, node.args, strict=False)
-    yield from node.kwargs.items()
-
-
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """What becomes of a saved tensor that one kind of reader reads."""
@@ -421,6 +427,9 @@ RULES: tuple[Rule, ...] = (
          "elements"),
     Rule("any other operator with a gradient", True, lambda *_: True,
          _Reader.unknown, "exact: not known to tolerate rounding"),
+    Rule("a region of `torch.utils.checkpoint`", False, lambda _, user: is_checkpointed(user),
+         _Reader.checkpoint, "rounded: gradients of a point next to it. Exact where the region "
+         "chooses (top k), bends sharply, or meets what was kept"),
     Rule("a view, a cast, a move such as `cat` and `gather`", False,
          lambda _, user: user.target in VIEWS | CASTS | MOVES or _is_getitem(user),
          _Reader.move, "as the result's readers say; exact if cast to whole numbers"),
@@ -428,7 +437,7 @@ RULES: tuple[Rule, ...] = (
          _Reader.product, "rounded, as for a layer's product"),
     Rule("a sum, a product or the like", False,
          lambda _, user: not is_pointwise(user),
-         _Reader.region, "exact: a recomputed region starts here"),
+         _Reader.region, "exact: a region starts there"),
     Rule("a comparison", False, lambda _, user: _makes_bool(user),
          _Reader.compare, "with a constant: the mask is kept without loss; with another tensor: "
          "exact, since what is rounded equals nothing"),

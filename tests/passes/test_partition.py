@@ -305,7 +305,7 @@ def test_functions_of_weights_alone_stay_exact():
 
 def test_a_checkpointed_region_is_not_fought():
     torch.manual_seed(0)
-    blocks, _ = stack()
+    blocks, _ = stack(3)
 
     def loss(x):
         for block in blocks:
@@ -315,7 +315,7 @@ def test_a_checkpointed_region_is_not_fought():
     x = torch.randn(4, 48, 128)
     kept = crossing(loss, x)
     assert sum(c.bytes_before for c in kept) < 6 * x.nbytes
-    assert any("recomputed region" in c.reason for c in kept)
+    assert "centred8" in {c.scheme for c in kept}
 
 
 def test_options_choose_what_is_stored():

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.graph import aten, placeholders
 from hot_compile.passes.storage import readers
@@ -44,6 +45,7 @@ CASES = {
     "a batch norm's backward": (batch_norm_gradients, ""),
     "a gradient that it is a factor of, or chooses parts of": (lambda s, t: t * s, ""),
     "any other operator with a gradient": (lambda s, t: torch.atan2(t, s), "not known"),
+    "a region of `torch.utils.checkpoint`": (lambda s, t: t * (s + s.mean(-1, True)), ""),
     "a view, a cast, a move such as `cat` and `gather`": (
         lambda s, t: t * torch.cat((s[..., 1:], s[..., :1]), -1), ""
     ),
@@ -57,10 +59,11 @@ CASES = {
 """By its name in ``RULES``: a backward, and why the tensor must stay exact, if it must."""
 
 
-def judged(monkeypatch, backward, outside):
+def judged(monkeypatch, backward, outside, checkpointed=False):
     """What ``backward`` reads of its first input, and the rules that counted.
 
-    ``outside``: the shape of the gradient that it is given.
+    ``outside``: the shape of the gradient that it is given. ``checkpointed``: what it computes
+    again is a checkpoint's.
     """
     counted = []
 
@@ -79,13 +82,17 @@ def judged(monkeypatch, backward, outside):
     graph = make_fx(traced, tracing_mode="fake")(torch.randn(HEADS), torch.randn(outside)).graph
     graph.eliminate_dead_code()
     root, _ = placeholders(graph)
+    if checkpointed:
+        for node in graph.nodes:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     return readers.read(root, readers.facts(graph, {root.name})), counted
 
 
 @pytest.mark.parametrize("rule", readers.RULES, ids=lambda rule: rule.reader)
 def test_every_kind_of_reader_is_judged_by_its_rule(monkeypatch, rule):
     backward, why = CASES[rule.reader]
-    reading, counted = judged(monkeypatch, backward, () if "loss" in why else HEADS)
+    outside, checkpointed = () if "loss" in why else HEADS, "checkpoint" in rule.reader
+    reading, counted = judged(monkeypatch, backward, outside, checkpointed)
     assert rule.reader in counted
     assert why in reading.refusal
     assert bool(why) == bool(reading.refusal)

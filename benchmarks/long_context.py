@@ -1,0 +1,178 @@
+"""Long sequences under checkpointing: what the blocks' inputs take, stock beside hot.
+
+    python benchmarks/long_context.py --device cuda --json out.json
+    python benchmarks/long_context.py --device cuda --tokens 131072 --vocab 8192 --steps 1
+
+A Llama with LoRA (peft), its blocks checkpointed, a batch of one sequence; by default Llama-8B's
+dimensions cut to four layers on a GPU, a tiny one on a CPU. ``stock``: compiled as a whole by
+Inductor; ``stock offload``: the same under torch's ``save_on_cpu``; ``hot``: by hot;
+``hot blocks``: each block by itself, and ``hot_compile.compress_boundaries``; ``hot blocks host``:
+these in host memory. ``peak`` is above weights; ``kept`` is what stands between forward and
+backward, on the device. What does not fit is a row that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import peft
+import torch
+import transformers
+import typer
+from report import document, publish
+from step import synchronize
+from torch import Tensor, nn
+
+import hot_compile
+from hot_compile.memory import held_bytes, peak_bytes
+
+ARMS = "stock,stock offload,hot,hot blocks,hot blocks host"
+LARGE = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "rope_theta": 500000.0,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One arm at one length."""
+
+    tokens: int
+    arm: str
+    best_ms: float = float("inf")
+    peak_bytes: int = 0
+    kept_bytes: int = 0
+    compile_s: float = 0.0
+    loss: float = 0.0
+    error: str = ""
+
+
+def build(sizes: dict[str, Any], layers: int, vocab: int, device: torch.device) -> nn.Module:
+    """Random weights in bf16 on a GPU, frozen; LoRA of rank 16 on all but the head."""
+    more = {"num_hidden_layers": layers, "vocab_size": vocab, "max_position_embeddings": 2**18}
+    config = transformers.LlamaConfig(**sizes, **more, use_cache=False)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).to(dtype)
+    return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear")).train()
+
+
+def prepare(model: nn.Module, arm: str, bits: int) -> Callable[[Tensor], Tensor]:
+    """Compile ``model`` as ``arm`` says; gives the forward, which returns the loss."""
+    torch._dynamo.reset()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    backend = "hot" if arm.startswith("hot") else "inductor"
+    call: Callable[..., Any] = model
+    if "blocks" in arm:
+        hot_compile.compress_boundaries(model, bits=bits, host="host" in arm)
+        for block in model.base_model.model.model.layers:
+            block.forward = torch.compile(block.forward, backend=backend)
+    else:
+        call = torch.compile(model, backend=backend)
+    pinned = next(model.parameters()).is_cuda
+
+    def forward(ids: Tensor) -> Tensor:
+        offload = torch.autograd.graph.save_on_cpu(pinned) if "offload" in arm else None
+        with offload or contextlib.nullcontext():
+            loss: Tensor = call(input_ids=ids, labels=ids).loss
+        return loss
+
+    return forward
+
+
+def measure(row: Row, model: nn.Module, ids: Tensor, bits: int, steps: int) -> None:
+    """Fill ``row``: the first step compiles, the second is watched, the rest are timed."""
+    forward = prepare(model, row.arm, bits)
+    begun = time.perf_counter()
+    forward(ids).backward()
+    synchronize(ids.device)
+    row.compile_s = time.perf_counter() - begun
+
+    def step() -> None:
+        loss = forward(ids)
+        row.kept_bytes, row.loss = held_bytes(loss, model, ids), float(loss)
+        loss.backward()
+
+    row.peak_bytes = peak_bytes(step, ids.device)
+    for _ in range(steps):
+        begun = time.perf_counter()
+        forward(ids).backward()
+        synchronize(ids.device)
+        row.best_ms = min(row.best_ms, 1e3 * (time.perf_counter() - begun))
+
+
+def rows_of(
+    arms: list[str], tokens: int, device: torch.device, bits: int, steps: int, **sizes: Any
+) -> list[Row]:
+    """One model after the other: several would not fit."""
+    rows = [Row(tokens, arm) for arm in arms]
+    for row in rows:
+        torch.manual_seed(0)
+        model = build(device=device, **sizes)
+        ids = torch.randint(sizes["vocab"], (1, tokens), device=device)
+        try:
+            measure(row, model, ids, bits, steps)
+        except torch.OutOfMemoryError:
+            row.error = "out of memory"
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(row, flush=True)
+    return rows
+
+
+def table(documents: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Peak, what is kept and time, beside stock's."""
+    lines = [("tokens", "arm", "ms", "GiB peak", "GiB kept", "peak / stock", "time / stock")]
+    rows = [row for said in documents for row in said["rows"]]
+    stock = {row["tokens"]: row for row in rows if row["arm"] == "stock" and not row["error"]}
+    for row in rows:
+        first, name = stock.get(row["tokens"]), (f"{row['tokens']}", row["arm"])
+        if row["error"]:
+            lines.append((*name, row["error"], "", "", "", ""))
+            continue
+        shares = [f"{row[k] / first[k]:.2f}" if first else "" for k in ("peak_bytes", "best_ms")]
+        sizes = (f"{row[k] / 2**30:.3f}" for k in ("peak_bytes", "kept_bytes"))
+        lines.append((*name, f"{row['best_ms']:.1f}", *sizes, *shares))
+    return lines
+
+
+def main(
+    device: Annotated[str, typer.Option()] = "cpu",
+    tokens: Annotated[int, typer.Option(help="in the one sequence; 0: 32768, or 512 on a CPU")] = 0,
+    layers: Annotated[int, typer.Option(help="0: 4, or 2 on a CPU")] = 0,
+    vocab: Annotated[int, typer.Option(help="0: 128256, or 256 on a CPU")] = 0,
+    arms: Annotated[str, typer.Option(help="of those above, divided by commas")] = ARMS,
+    bits: Annotated[int, typer.Option(help="of hot blocks' inputs: 6, 8 or 12")] = 6,
+    steps: Annotated[int, typer.Option(help="timed, of which the best counts")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+) -> list[Row]:
+    """Measure the arms at one length."""
+    where = torch.device(device)
+    large = where.type == "cuda"
+    tokens = tokens or (32768 if large else 512)
+    sizes = {
+        "sizes": LARGE if large else SMALL,
+        "layers": layers or (4 if large else 2),
+        "vocab": vocab or (128256 if large else 256),
+    }
+    rows = rows_of(arms.split(","), tokens, where, bits, steps, **sizes)
+    said = document(where, {**sizes, "tokens": tokens, "bits": bits, "steps": steps}, rows)
+    publish(table, said, "one sequence, checkpointed, LoRA", json_file)
+    return rows
+
+
+if __name__ == "__main__":
+    typer.run(main)

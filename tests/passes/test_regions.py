@@ -1,0 +1,145 @@
+"""Boundaries of checkpointed regions in a compiled graph: rounded where the region allows it."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples_storage import Block, crossing
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from hot_compile.testing import cosine
+
+LAYERS_EXACT = {"override": {"*": "exact"}}
+
+
+class Words(nn.Module):
+    """A language model of checkpointed blocks; ``outliers``: columns of its residual stream are a
+    hundred times as large as the rest, and norms bring them back, as trained models do."""
+
+    def __init__(self, *blocks, outliers=False, **checkpointing):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(512, 128), nn.ModuleList(blocks)
+        self.head = nn.Linear(128, 64)
+        self.checkpointing = {"use_reentrant": False, **checkpointing}
+        if outliers:
+            columns, norms = [3, 70], [m for m in self.modules() if isinstance(m, nn.LayerNorm)]
+            with torch.no_grad():
+                self.embed.weight[:, columns] *= 100
+                for norm in norms:
+                    norm.weight[columns] /= 100
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.checkpointing)
+        return self.head(x).square().mean()
+
+
+def boundaries(model, **options):
+    """What crosses of the residual stream, and the gradients under ``options``."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    ids = torch.randint(0, 512, (4, 48))
+    kept = crossing(model, ids, **LAYERS_EXACT, **options)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return [c for c in kept if c.shape == ("4", "48", "128")], gradients
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    "block", [{"rotary": True, "kv_heads": 2, "causal": True}, {"dropout": 0.1}]
+)
+def test_boundaries_are_stored_in_six_bits(block, outliers):
+    torch.manual_seed(0)
+    model = Words(*(Block(**block) for _ in range(3)), outliers=outliers)
+    exact, want = boundaries(model, memory="off")
+    kept, got = boundaries(model)
+    assert len(kept) >= 2
+    assert {c.scheme for c in kept} == {"groups6"}
+    assert sum(c.bytes for c in kept) < 0.2 * sum(c.bytes_before for c in kept)
+    assert sum(c.bytes for c in exact) == sum(c.bytes_before for c in kept)
+    assert min(cosine(got[name], want[name]) for name in want) > 0.99
+
+
+def test_more_bits_are_closer():
+    torch.manual_seed(0)
+    model = Words(*(Block() for _ in range(2)))
+    _, want = boundaries(model, memory="off")
+    closest = []
+    for bits in (4, 6, 8):
+        kept, got = boundaries(model, memory_bits=bits)
+        assert {c.scheme for c in kept} == {{4: "int4", 6: "groups6", 8: "rows8"}[bits]}
+        closest.append(min(cosine(got[name], want[name]) for name in want))
+    assert closest == sorted(closest)
+    assert closest[-1] > 0.9995
+
+
+class Around(nn.Module):
+    """A residual layer of ``function`` behind a norm."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.norm, self.layer, self.function = nn.LayerNorm(128), nn.Linear(128, 128), function
+
+    def forward(self, x):
+        return x + self.layer(self.function(self.norm(x)))
+
+
+def choose(x):
+    values, places = x.topk(32, -1)
+    return torch.zeros_like(x).scatter(-1, places, values)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (choose, "may jump (aten."),
+        (lambda x: torch.sin(30 * x), "may jump (aten.sin"),
+        (lambda x: torch.exp(x), "may jump (aten.exp"),
+        (lambda x: torch.round(x) * x, "may jump (aten.round"),
+        (lambda x: torch.where(x > x.roll(1, -1), x, 0.0), "compares two of its values"),
+    ],
+)
+def test_a_region_that_is_not_gentle_keeps_its_boundary(function, why):
+    torch.manual_seed(0)
+    kept, _ = boundaries(Words(Around(function), Around(function)))
+    assert kept
+    assert all(c.scheme == "exact" and why in c.reason for c in kept), kept
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, lambda x: x.relu().softmax(-1).tanh()])
+def test_a_gentle_one_does_not(function):
+    torch.manual_seed(0)
+    kept, _ = boundaries(Words(Around(function), Around(function)))
+    assert {c.scheme for c in kept} == {"groups6"}, kept
+
+
+def test_attention_that_is_kept_beside_keeps_the_boundary():
+    """Selective checkpointing: the output is exact, so its backward wants queries that are."""
+
+    def policy(context, op, *args, **kwargs):
+        kept = "attention" in str(op)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    torch.manual_seed(0)
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+    kept, _ = boundaries(Words(Block(), Block(), context_fn=context))
+    assert any("was kept, its operands are computed again" in c.reason for c in kept), kept
+
+
+def test_a_loss_in_a_region_keeps_its_boundary():
+    torch.manual_seed(0)
+    layer, head = nn.Linear(128, 128), nn.Linear(128, 64)
+
+    def loss(x):
+        x = layer(x).tanh()
+        return checkpoint(lambda x: head(x).sigmoid().log().mean(), x, use_reentrant=False)
+
+    kept = crossing(loss, torch.randn(4, 48, 128))
+    assert all(c.scheme == "exact" for c in kept if c.shape == ("4", "48", "128")), kept
