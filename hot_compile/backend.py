@@ -20,6 +20,7 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 from .again import twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import OBJECTS, HotConfig, Memory, option_names, split_options
+from .detached_logits import detach_logits, tied
 from .errors import OptionError, PassDisabledError
 from .figures import graph_facts, graph_key, keeping
 from .frameworks import trace_past_warnings
@@ -28,9 +29,9 @@ from .observing import acceptance
 from .observing.acceptance import Acceptance
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
-from .observing.doubting import Doubting
 from .observing.eager import Eager, draws
 from .observing.gauge import Gauge, Watched
+from .observing.logit_guard import LogitGuard
 from .observing.monitor import Monitor, monitor_of
 from .observing.watching import Doubled, Twin, Watch
 from .passes.base.graph import module_path, readable
@@ -45,7 +46,6 @@ from .passes.pipeline import sources_hash
 from .passes.profile.profile import Profile
 from .passes.storage.logit_errors import logits_of
 from .record import Dump, GraphReport, Heard, Held, Listener, run_uncompiled
-from .returned import detach_logits, tied
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
 from .schedule import Scheduled, current_bits
@@ -233,7 +233,7 @@ class _Graph:
         held.tell()
         if logits is None or observation:
             return run
-        return Doubting(run, logits, self.code)
+        return LogitGuard(run, logits, self.code)
 
     @property
     def devices(self) -> list[torch.device]:

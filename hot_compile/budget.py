@@ -1,10 +1,10 @@
 """``options={"peak_budget": "16GiB"}``: a budget of what the device's memory rises to in a step.
 
 What a graph may add is what is asked for less what stands when it is compiled; a prediction says
-what to recompute and store to that end (``passes/storage/within.py``). On a GPU the allocator then
-tells how high two later steps really rise. What is off by more than 5 % has its graphs compiled
-again, each with its share of the difference, at most twice, or a third time if they are too high
-(docs/adr/0023).
+what to recompute and store to that end (``passes/storage/fit_budget.py``). On a GPU the allocator
+then tells how high two later steps really rise. What is off by more than 5 % has its graphs
+compiled again, each with its share of the difference, at most twice, or a third time if they are
+too high (docs/adr/0023).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .again import compiled_node
 from .observing.auto import forget
-from .passes.storage.within import Allowance, Met
-from .passes.unmet import LESS, tell
+from .passes.option_warnings import LESS, tell
+from .passes.storage.fit_budget import Allowance, BudgetReport
 from .runtime.native.build import cache_dir
 from .sizes import memory_text
 
@@ -88,7 +88,7 @@ class Share:
     corrections: int = 0
     settled: bool = False
     """It is not measured any more."""
-    met: Met | None = None
+    met: BudgetReport | None = None
     """What it was compiled to."""
     note: Path | None = None
     """Where a correction is kept for later processes."""
@@ -114,7 +114,7 @@ class Share:
                 json.dump((self.allowed or 0) - self.first, file)
             Path(file.name).replace(self.note)
 
-    def told(self, met: Met) -> None:
+    def told(self, met: BudgetReport) -> None:
         """It was compiled."""
         self.met = met
 

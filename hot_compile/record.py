@@ -20,8 +20,8 @@ from .graphs import Snapshot, snapshot
 from .passes.base.graph import readable
 from .passes.context import Recorder
 from .passes.plan import Plan
+from .passes.storage.fit_budget import BudgetReport
 from .passes.storage.record import Crossing
-from .passes.storage.within import Met
 
 NO_PLAN = Plan("exact", ())
 
@@ -36,7 +36,7 @@ class GraphReport:
         default_factory=dict, compare=False, repr=False
     )
     """The graph as each stage left it, for ``hot_compile.graphs``; empty where nobody asked."""
-    budget: Met | None = None
+    budget: BudgetReport | None = None
     """How its step stays within a budget of the device's memory, if there is one."""
 
     @property
@@ -112,7 +112,7 @@ class Dump:
             text = json.dumps(data[name], indent=1, default=str)
             self._write(f"{name}.json", text + "\n")
 
-    def budgeted(self, met: Met) -> None:
+    def budgeted(self, met: BudgetReport) -> None:
         """Write budget.json."""
         if self._folder is not None:
             self._write("budget.json", json.dumps(dataclasses.asdict(met), indent=1) + "\n")
@@ -129,7 +129,7 @@ class Reports:
     def __init__(self) -> None:
         self.graphs: list[GraphReport] = []
         self._stages: dict[str, Snapshot] = {}
-        self._met: Met | None = None
+        self._met: BudgetReport | None = None
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Keep the facts of a stage's graph."""
@@ -141,7 +141,7 @@ class Reports:
         met, self._met = self._met, None
         self.graphs.append(GraphReport(plan or NO_PLAN, crossing, stages, met))
 
-    def budgeted(self, met: Met) -> None:
+    def budgeted(self, met: BudgetReport) -> None:
         """Keep it for the report."""
         self._met = met
 
@@ -152,7 +152,7 @@ class Heard:
     def __init__(self, recorder: Recorder, listener: Listener) -> None:
         self._recorder = recorder
         self._listener = listener
-        self._met: Met | None = None
+        self._met: BudgetReport | None = None
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Leave it to the recorder."""
@@ -164,7 +164,7 @@ class Heard:
         self._listener(GraphReport(plan or NO_PLAN, crossing, budget=self._met))
         self._met = None
 
-    def budgeted(self, met: Met) -> None:
+    def budgeted(self, met: BudgetReport) -> None:
         """Leave it to the recorder, and keep it for the listener."""
         self._recorder.budgeted(met)
         self._met = met
@@ -188,7 +188,7 @@ class Held:
         self._done.append(GraphReport(plan or NO_PLAN, crossing))
         self._told.append(functools.partial(self._recorder.finished, plan, crossing))
 
-    def budgeted(self, met: Met) -> None:
+    def budgeted(self, met: BudgetReport) -> None:
         """Keep it."""
         self._told.append(functools.partial(self._recorder.budgeted, met))
 

@@ -17,6 +17,8 @@ from hot_compile.passes.measure.observe import Observation
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.profile.profile import Profile
 from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.fit_budget import Allowance, BudgetReport
+from hot_compile.passes.storage.predicted_peak import Fused
 from hot_compile.passes.storage.prices import (
     StoragePrice,
     host_seconds,
@@ -25,8 +27,6 @@ from hot_compile.passes.storage.prices import (
     storing_seconds,
 )
 from hot_compile.passes.storage.record import Crossing
-from hot_compile.passes.storage.rise import Fused
-from hot_compile.passes.storage.within import Allowance, Met
 
 
 class Recorder(Protocol):
@@ -38,7 +38,7 @@ class Recorder(Protocol):
     def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
         """Keep the outcome of a whole training graph."""
 
-    def budgeted(self, met: Met) -> None:
+    def budgeted(self, met: BudgetReport) -> None:
         """Keep how the graph told of next stays within a budget of the step's peak."""
 
 

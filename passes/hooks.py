@@ -22,6 +22,7 @@ from hot_compile.passes.base.steps import run, traced
 from hot_compile.passes.context import Context
 from hot_compile.passes.measure.observe import Observation, observe_stored, unobserved
 from hot_compile.passes.measure.stored import fed_by
+from hot_compile.passes.option_warnings import check_peak, idle_bits, tell, unmet_budget, unmet_peak
 from hot_compile.passes.pipeline import (
     CROSSING,
     FINISHED,
@@ -34,10 +35,7 @@ from hot_compile.passes.pipeline import (
 )
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
-from hot_compile.passes.storage.record import Crossing, crossing
-from hot_compile.passes.storage.rise import Rise
-from hot_compile.passes.storage.step_time import StepTime
-from hot_compile.passes.storage.within import (
+from hot_compile.passes.storage.fit_budget import (
     Allowance,
     Cut,
     Way,
@@ -46,7 +44,9 @@ from hot_compile.passes.storage.within import (
     recomputes_collectives,
     saved_sizes,
 )
-from hot_compile.passes.unmet import check_peak, idle_bits, tell, unmet_budget, unmet_peak
+from hot_compile.passes.storage.predicted_peak import Rise
+from hot_compile.passes.storage.record import Crossing, crossing
+from hot_compile.passes.storage.step_time import StepTime
 
 log = logging.getLogger("hot_compile")
 

@@ -33,6 +33,13 @@ from hot_compile.passes.layers.match import match
 from hot_compile.passes.layers.rewrite import rewrite
 from hot_compile.passes.measure.observe import observe, observe_gradients
 from hot_compile.passes.measure.stored import storage_names
+from hot_compile.passes.option_warnings import (
+    idle_forward,
+    idle_globs,
+    idle_overrides,
+    tell,
+    unfit_heads,
+)
 from hot_compile.passes.plan import Plan, Prices, plan
 from hot_compile.passes.profile.lqs import storage_verdict
 from hot_compile.passes.profile.profile import StorageMeasure
@@ -57,25 +64,18 @@ from hot_compile.passes.storage.crossers import (
     saved_pairs,
 )
 from hot_compile.passes.storage.differences import differenced, refuse
+from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.logit_errors import logits_of
 from hot_compile.passes.storage.logits import Pair, kept_exact, pairs, watch
 from hot_compile.passes.storage.materialise import materialise
 from hot_compile.passes.storage.pieces import work_out_in_pieces
+from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.prices import (
     StoragePrice,
     rows_seconds,
 )
-from hot_compile.passes.storage.rise import Rise
 from hot_compile.passes.storage.step_time import SLACK, StepTime, step_time
 from hot_compile.passes.storage.store import store
-from hot_compile.passes.storage.within import Fit, Met
-from hot_compile.passes.unmet import (
-    idle_forward,
-    idle_globs,
-    idle_overrides,
-    tell,
-    unfit_heads,
-)
 
 log = logging.getLogger("hot_compile")
 
@@ -222,7 +222,7 @@ class Partitioned:
     """What was measured of some of ``found``, and who asked for their bits, in words."""
     fit: Fit | None = None
     """Where there is a budget of the step's peak: how the graph was cut to stay within it."""
-    met: Met | None = None
+    met: BudgetReport | None = None
     """How that is met, as predicted."""
     step: StepTime | None = None
     """About what a step takes as it comes, where storing is to be measured against that."""
@@ -334,7 +334,7 @@ def _within(
         others = price, measured, cut.asked, context.host_prices(cut.found)
         within = plan_within(cut.found, context.config, counted, may.rise, *others)
     cut.chosen, cut.hosted = within.chosen, within.hosted
-    cut.met = Met(
+    cut.met = BudgetReport(
         asked=may.asked,
         standing=may.standing,
         to_come=may.to_come,
@@ -371,8 +371,8 @@ def _asked(cut: Partitioned, measured: Container[Crosser]) -> dict[Crosser, Aske
     for crosser, name in cut.names.items():
         asked, usual = config.asked_of(name) or 0, usual_bits(config, crosser in measured)
         lossy = [s for s in crosser.measurable if s not in (Scheme.EXACT, Scheme.BITS)]
-        if isinstance(asked, str) and lossy:
-            found[crosser] = Scheme(asked)
+        if isinstance(asked, str):
+            found |= {crosser: Scheme(asked)} if lossy else {}
         elif any(usual <= s.spec.bits < asked for s in lossy if not s.spec.around):
             found[crosser] = asked
     return found

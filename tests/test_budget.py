@@ -16,9 +16,9 @@ from hot_compile.errors import OptionError, OptionWarning
 from hot_compile.inspect import budgets, explain
 from hot_compile.memory import peak_bytes
 from hot_compile.passes import hooks, pipeline
+from hot_compile.passes.option_warnings import warn_once
+from hot_compile.passes.storage.fit_budget import BudgetReport, Cut, Way, fit
 from hot_compile.passes.storage.prices import held_bytes
-from hot_compile.passes.storage.within import Cut, Met, Way, fit
-from hot_compile.passes.unmet import warn_once
 from hot_compile.record import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
 
@@ -251,7 +251,9 @@ class Plans:
         stored = sum(n > rise for n in self.rises)
         most = max(self.rises)
         sizes = rise, rise, most, above, least
-        share.told(Met(self.asked, self.standing, 0, *sizes, stored=stored, between=may.between))
+        share.told(
+            BudgetReport(self.asked, self.standing, 0, *sizes, stored=stored, between=may.between)
+        )
         self.compiled.append(rise)
 
     def run(self, steps=20):

@@ -17,10 +17,10 @@ from hot_compile.cli import app
 from hot_compile.config import Strategy, option_names
 from hot_compile.errors import BuildError, OptionError, OptionWarning, ProfileFormatError
 from hot_compile.inspect import Explanation, explain
+from hot_compile.passes.option_warnings import warn_once
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.profile.profile import Profile
 from hot_compile.passes.storage.record import Crossing
-from hot_compile.passes.unmet import warn_once
 from hot_compile.record import Dump
 from hot_compile.runtime.native import build
 from hot_compile.runtime.native.providers import Provider

@@ -13,8 +13,8 @@ from hot_compile.backend import hot
 from hot_compile.errors import OptionWarning
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.passes.layers.strategies import STRATEGIES, How
+from hot_compile.passes.option_warnings import warn_once
 from hot_compile.passes.plan import Plan
-from hot_compile.passes.unmet import warn_once
 from hot_compile.runtime.head import products
 from hot_compile.testing import cosine, step
 

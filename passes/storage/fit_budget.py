@@ -20,7 +20,7 @@ _TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Met:
+class BudgetReport:
     """How a graph came to stay within a budget, as predicted."""
 
     asked: int
@@ -61,14 +61,14 @@ class Allowance:
     asked: int
     standing: int
     to_come: int
-    """As in ``Met``."""
+    """As in ``BudgetReport``."""
     rise: int
     """Bytes that its step may add."""
     between: bool
     """Only between its forward and its backward: others of the same step run then."""
     strict: bool
     """Nothing ran yet: a budget that certainly cannot be met is the user's mistake."""
-    tell: Callable[[Met], None]
+    tell: Callable[[BudgetReport], None]
     """Told what came of it."""
 
 

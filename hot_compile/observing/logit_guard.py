@@ -14,7 +14,7 @@ from .auto import forget
 log = logging.getLogger("hot_compile")
 
 
-class Doubting:
+class LogitGuard:
     """Compiled again, with q and k exact, as soon as steps had logits too large for 12 bits."""
 
     def __init__(self, run: Callable[..., Any], logits: Logits, code: CodeType | None) -> None:

@@ -16,8 +16,8 @@ from hot_compile.passes.head.plan import LAYERS_BY_OVERRIDE, HeadDecision
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.choose import TRUSTED_BITS, Asked, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.fit_budget import Allowance, BudgetReport
 from hot_compile.passes.storage.record import Crossing
-from hot_compile.passes.storage.within import Allowance, Met
 from hot_compile.sizes import memory_text
 
 _LISTED = 6
@@ -133,7 +133,7 @@ def unmet_budget(
     )
 
 
-def check_peak(met: Met, allowance: Allowance) -> None:
+def check_peak(met: BudgetReport, allowance: Allowance) -> None:
     """A budget of the peak that what stands and what is held exceed, before any step ran.
 
     Predicted peaks err by some per cent; what is held between forward and backward does not.
@@ -146,7 +146,7 @@ def check_peak(met: Met, allowance: Allowance) -> None:
         raise OptionError.value("peak_budget", memory_text(met.asked), expected)
 
 
-def unmet_peak(met: Met, config: HotConfig) -> Iterator[str]:
+def unmet_peak(met: BudgetReport, config: HotConfig) -> Iterator[str]:
     """A budget of the peak that is predicted to be exceeded whatever is stored."""
     if met.least is not None and not met.between and met.peak > met.asked:
         to_come = f", {memory_text(met.to_come)} an optimizer may add" if met.to_come else ""
@@ -156,7 +156,7 @@ def unmet_peak(met: Met, config: HotConfig) -> Iterator[str]:
         )
 
 
-def _least(met: Met) -> str:
+def _least(met: BudgetReport) -> str:
     return (
         f"{memory_text(met.standing)} stand before a step (parameters, inputs), "
         f"{memory_text(met.rise)} are the least that it is predicted to add"
