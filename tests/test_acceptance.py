@@ -351,3 +351,44 @@ def test_one_acceptance_a_step_however_often_it_is_compiled():
         step.dynamo_ctx.callback if hasattr(step, "dynamo_ctx") else step
     )
     assert vars(wrapper)[KEPT_AS].compiles >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_looks_do_not_raise_a_gpus_peak(dtype):
+    """An exact step takes twice as much: it is cut into stretches."""
+    peaks = {}
+    for accept in ("off", "auto"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, 0.0, F.gelu, batch_first=True)
+        model = nn.TransformerEncoder(layer, 8).cuda()
+        step = compiled(model, lower=True, accept=accept)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+                loss = step(torch.randn(64, 128, 512, device="cuda")).float().square().mean()
+            loss.backward()
+            model.zero_grad()
+        peaks[accept] = torch.cuda.max_memory_allocated()
+        if accept == "auto":
+            found = hot_compile.certificate(step)
+            assert not found.unseen
+            assert len(found.looks) == 2
+            assert found.errors.worst < 0.2
+    assert peaks["auto"] < 1.02 * peaks["off"]
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_trains_and_is_told_of():
+    """No memory is left for a look: it is skipped."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()
+    step, x = compiled(model, lower=True, accept="auto"), torch.randn(2**14, 2048, device="cuda")
+    step(x).square().mean().backward()
+    held = torch.empty(int(0.97 * torch.cuda.mem_get_info()[0]), dtype=torch.int8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(8):
+        model.zero_grad()
+        step(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    del held
