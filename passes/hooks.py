@@ -37,7 +37,7 @@ from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
 from hot_compile.passes.storage.fit_budget import (
     Allowance,
-    Cut,
+    BudgetTrial,
     Way,
     fit,
     kept_nodes,
@@ -156,12 +156,12 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         """Cut so that the step adds no more than it may, as far as cutting can do that."""
         halves: dict[Way, Partitioned] = {}
 
-        def tried(way: Way) -> Cut:
+        def tried(way: Way) -> BudgetTrial:
             halves[way] = found = cut(way)
             sizes = *found.graphs, found.num_fwd_outputs
             rise = Rise(*sizes, None)
             counted = rise.held() if allowance.between else rise()
-            return Cut(way, counted, saved_sizes(saved_pairs(*sizes)))
+            return BudgetTrial(way, counted, saved_sizes(saved_pairs(*sizes)))
 
         found = fit(allowance.rise, tried, recompute and self._context.config.recompute)
         return dataclasses.replace(halves[found.way], fit=found)

@@ -17,7 +17,7 @@ from hot_compile.inspect import budgets, explain
 from hot_compile.memory import peak_bytes
 from hot_compile.passes import hooks, pipeline
 from hot_compile.passes.option_warnings import warn_once
-from hot_compile.passes.storage.fit_budget import BudgetReport, Cut, Way, fit
+from hot_compile.passes.storage.fit_budget import BudgetReport, BudgetTrial, Way, fit
 from hot_compile.passes.storage.prices import held_bytes
 from hot_compile.record import Reports, run_uncompiled
 from hot_compile.testing import cosine, hot_step
@@ -158,7 +158,7 @@ def test_ways_are_tried_from_what_holds_most():
 
     def cut(way):
         kept = sizes if not way.recompute else {n: sizes[n] for n in ("x", *way.keep)}
-        return Cut(way, 10 + sum(kept.values()), kept)
+        return BudgetTrial(way, 10 + sum(kept.values()), kept)
 
     assert fit(400, cut, True).way == Way(False)
     assert fit(300, cut, True).way == Way(True, ("a", "b"))

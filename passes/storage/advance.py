@@ -35,7 +35,7 @@ def advance(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: 
 
     Returns how many tensors are saved that were recomputed before.
     """
-    cut = _Cut(forward, backward, num_fwd_outputs, judge)
+    cut = _CutEditor(forward, backward, num_fwd_outputs, judge)
     for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
         if restored.users and saved.meta["val"].is_floating_point():
             for there, later in cut.past(saved, restored):
@@ -84,7 +84,7 @@ def _made_of(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-class _Cut:
+class _CutEditor:
     """What the forward returns for the backward, and the backward's placeholders, in step."""
 
     def __init__(

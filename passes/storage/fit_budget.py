@@ -83,7 +83,7 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class BudgetTrial:
     """One way with what comes of it."""
 
     way: Way
@@ -105,7 +105,7 @@ class Fit:
     recomputed: int = 0
 
 
-def fit(allowed: int, cut: Callable[[Way], Cut], recompute: bool) -> Fit:
+def fit(allowed: int, cut: Callable[[Way], BudgetTrial], recompute: bool) -> Fit:
     """The way that holds most of those that add at most ``allowed`` bytes.
 
     Args:

@@ -83,6 +83,10 @@ def called(wanted):
 def by_hand():
     """Operators that only a compiler's graphs have."""
     x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    image, kernel, grad = (
+        torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 5), (4, 3, 2), (2, 4, 4))
+    )
+    settings = [1], [0], [1], False, [0], 1
     found = {
         torch.ops.prims.convert_element_type.default: [((x, torch.float32), {})],
         aten._unsafe_view.default: [((x, [6, 4]), {})],
@@ -99,6 +103,10 @@ def by_hand():
         aten.round.decimals: [((x,), {"decimals": 1})],
         aten.squeeze.dims: [((x[None, :, None], [0, 2]), {})],
         aten.fmod.Scalar: [((x, 2.0), {})],
+        aten.convolution.default: [((image, kernel, None, *settings), {})],
+        aten.convolution_backward.default: [
+            ((grad, image, kernel, None, *settings, [True, True, False]), {})
+        ],
         aten.avg_pool2d_backward.default: [
             ((x[None, :, :5], x[None], [1, 2], [1, 1], [0, 0], False, True, None), {})
         ],
@@ -199,6 +207,13 @@ def reduces(target, args, kwargs):
     )
 
 
+def ignores_a_shift(target, args, kwargs):
+    """Of elements that all get more by the same, the first result stays."""
+    before = result(target, args, kwargs)[0]
+    after = result(target, *changed(args, kwargs, lambda _, t: t + 3.0))[0]
+    return torch.allclose(before, after, equal_nan=True)
+
+
 def linear_in(place, target, args, kwargs):
     """f(2 t) = 2 f(t) in one operand, less what does not depend on it."""
     if len(floating((args, kwargs))) <= place:
@@ -216,9 +231,10 @@ def linear_in(place, target, args, kwargs):
 
 
 def product(target, args, kwargs):
-    """Linear in either factor, and no more than linear in both."""
+    """Linear in either factor, and no more than linear in both; of a gradient, in its first one."""
     first = len(floating(args)) - 2 if "add" in str(target) else 0
-    return all(linear_in(first + n, target, args, kwargs) for n in (0, 1))
+    factors = (0,) if "backward" in str(target) else (0, 1)
+    return all(linear_in(first + n, target, args, kwargs) for n in factors)
 
 
 def linear_in_first(target, args, kwargs):
@@ -258,9 +274,14 @@ CLAIMS = {
     "MOVES": moves,
     "CASTS": casts,
     "SHAPE_ONLY": ignores_values,
+    "PADS": moves,
+    "EXTREMES": moves,
+    "DEVIATIONS": ignores_a_shift,
     "REDUCTIONS": reduces,
     "MATRIX_PRODUCTS": product,
     "BATCHED_PRODUCTS": product,
+    "CONVOLUTIONS": product,
+    "MULTIPLES": linear_in_first,
     "SUMS": linear_in_first,
     "SCALED": linear_in_first,
     "ADDITIVE": linear_in_first,
