@@ -34,7 +34,7 @@ from hot_compile.passes.pipeline import (
     Partitioned,
 )
 from hot_compile.passes.plan import Plan
-from hot_compile.passes.storage.crossers import NOTHING_CANCELLED, saved_pairs
+from hot_compile.passes.storage.crossers import saved_pairs
 from hot_compile.passes.storage.fit_budget import (
     Allowance,
     BudgetTrial,
@@ -85,14 +85,13 @@ class JointPass(_Uncopied, CustomGraphPass):
         self.plan: Plan | None = None
         self.intended: Plan | None = None
         """The plan, also where the graph was left exact to be observed."""
-        self.cancelled = NOTHING_CANCELLED
         self.step: StepTime | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place."""
         for step in self._before:
             step(graph)
-        self.plan, self.intended, self.cancelled = None, None, NOTHING_CANCELLED
+        self.plan, self.intended = None, None
         context = self._context
         context.recorder.graph("joint.before", graph)
         joint = Joint(context, graph)
@@ -101,7 +100,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         self.step = joint.step
         observed = context.observation is not None
         if run("joint", OBSERVED if observed else JOINT, joint, graphs):
-            self.intended, self.cancelled = joint.plan, joint.cancelled
+            self.intended = joint.plan
             if not observed:
                 self.plan = joint.plan
                 context.recorder.graph("joint.after", graph)
@@ -211,16 +210,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         keep = () if way is None else way.keep
         with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
-        outputs, kept = kwargs["num_fwd_outputs"], self._joint.cancelled
-        return Partitioned(
-            self._context,
-            plan,
-            forward,
-            backward,
-            outputs,
-            kept,
-            step=self._joint.step,
-        )
+        outputs, step = kwargs["num_fwd_outputs"], self._joint.step
+        return Partitioned(self._context, plan, forward, backward, outputs, step=step)
 
     def _show_crossing(
         self,

@@ -44,7 +44,6 @@ from hot_compile.passes.plan import Plan, Prices, plan
 from hot_compile.passes.profile.lqs import storage_verdict
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.advance import advance
-from hot_compile.passes.storage.centring import centred, mark
 from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import (
     Asked,
@@ -56,14 +55,11 @@ from hot_compile.passes.storage.choose import (
 )
 from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import (
-    NOTHING_CANCELLED,
-    Cancelled,
     Crosser,
     Judge,
     crossers,
     saved_pairs,
 )
-from hot_compile.passes.storage.differences import differenced, refuse
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.logit_errors import logits_of
 from hot_compile.passes.storage.logits import Pair, kept_exact, pairs, watch
@@ -100,7 +96,6 @@ class Joint:
     graph: fx.Graph
     heads: tuple[HeadDecision, ...] = ()
     sites: list[Site] = dataclasses.field(default_factory=list)
-    cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
     step: StepTime | None = None
@@ -123,12 +118,7 @@ def _heads(joint: Joint) -> int:
 
 
 def _match(joint: Joint) -> int:
-    sites = match(joint.graph, joint.context.inputs)
-    kept = differenced(joint.graph, sites)
-    common = centred(joint.graph, joint.context.inputs)
-    cancelling = (kept, common.unbounded, common.bounded)
-    joint.cancelled = Cancelled(*(frozenset(n.name for n in nodes) for nodes in cancelling))
-    joint.sites = mark(refuse(sites, kept), common.unbounded)
+    joint.sites = match(joint.graph, joint.context.inputs)
     return len(joint.sites) + len(joint.heads)
 
 
@@ -202,7 +192,6 @@ class Partitioned:
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
-    cancelled: Cancelled = NOTHING_CANCELLED
     found: list[Crosser] = dataclasses.field(default_factory=list)
     attentions: list[Pair] = dataclasses.field(default_factory=list)
     """What fused attentions read of ``found``."""
@@ -250,8 +239,7 @@ class Partitioned:
     def judge(self) -> Judge:
         """What says of the graphs, as they are now, which tensors tolerate rounding."""
         config = self.context.config
-        smallest, cancelled = config.memory_min_bytes, self.cancelled
-        return Judge(*self.graphs, self.context.inputs, smallest, cancelled)
+        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes)
 
 
 def _layouts(cut: Partitioned) -> int:

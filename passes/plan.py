@@ -40,7 +40,6 @@ from hot_compile.passes.plan_conv import (
 )
 from hot_compile.passes.profile import lqs
 from hot_compile.passes.profile.profile import LayerProfile, Profile
-from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 5
@@ -271,8 +270,6 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
         return "classifier head: left alone, as in the paper"
     if excluded := conv_excluded(site) if site.conv is not None else None:
         return excluded
-    if site.centred:
-        return CENTRED
     if site.conv is not None:
         return None
     small, large = sorted((hint(site.outputs), hint(site.inputs)))

@@ -26,6 +26,7 @@ from hot_compile.observing.raising import (
 )
 from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.profile.profile import StorageMeasure
+from hot_compile.testing import cosine
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
 BUDGET = 0.28
@@ -277,6 +278,51 @@ def test_compiled_by_inductor():
     run.steps(8)
     assert set(run.monitor.raised) == {SICK}
     assert run.worst < BUDGET
+
+
+def columns(kind):
+    """Columns a hundred deviations off, or one of years, in front of a batch norm."""
+    x = torch.randn(256, 32)
+    if kind == "years":
+        x[:, 0] = 2000 + 10 * x[:, 0]
+    else:
+        x += 100.0 * torch.ones(32).copysign(torch.randn(32))
+    widths = (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU())
+    model, y = nn.Sequential(*widths, nn.Linear(48, 10)), torch.randint(10, (256,))
+    return model, lambda run: F.cross_entropy(run(x), y)
+
+
+def differences(_):
+    """Second differences of one network, side by side in a batch."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    model.append(nn.Linear(64, 1))
+    x = torch.randn(256, 8)
+    batch = torch.cat([x + 0.05, x, x - 0.05])
+
+    def loss(run):
+        before, middle, behind = run(batch).chunk(3)
+        return ((before - 2 * middle + behind) / 0.05**2 - 1).square().mean()
+
+    return model, loss
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(columns, "hundred"), (columns, "years"), (differences, "")]
+)
+def test_gradients_that_cancel_are_right_after_one_repair(make, kind):
+    torch.manual_seed(1)
+    model, loss = make(kind)
+    loss(model).backward()
+    want = {n: p.grad.clone() for n, p in model.named_parameters() if p.dim() > 1}
+    run = Run(model, loss, hot_compile.Monitor(budget=0.25, rotate=1), memory_min_bytes=0)
+    run.steps(1)
+    before = min(cosine(model.get_parameter(n).grad, g) for n, g in want.items())
+    run.steps(4)
+    after = {n: cosine(model.get_parameter(n).grad, g) for n, g in want.items()}
+    assert before < 0.8 < 0.98 < min(after.values()), after
+    assert len(run.reports.graphs) == 2
+    crossing = run.reports.graphs[-1].crossing
+    assert sum(c.bytes for c in crossing) < 0.5 * sum(c.bytes_before for c in crossing)
 
 
 def test_what_is_passed_on_counts_more_where_gradients_cancel():

@@ -260,6 +260,7 @@ class Monitor:
         for name, off in new.items():
             of = "" if share == 1 else f"{share:.2g} of "
             why = exact_products(off, self.demoted.get(name))
+            why += f", counted {times:.3g} times," if "g_x" in off and times > 1 else ""
             self.demoted[name] = f"{why} over {of}budget {self.budget:g} at step {step}"
         _warn("stays exact", {name: self.demoted[name] for name in new})
         return bool(new)

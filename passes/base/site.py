@@ -117,8 +117,6 @@ class Site:
     """Its output enters a softmax through views and casts only: of a loss, of a router."""
     first: bool = False
     """It reads the user's input, for which the graph computes no gradient: a stem, an embedding."""
-    centred: bool = False
-    """What its rows have in common may be large, and is taken away behind it (``centring``)."""
 
     @property
     def needs_grad_input(self) -> bool:

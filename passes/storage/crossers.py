@@ -6,7 +6,6 @@ A tensor whose readers are not all proven to tolerate rounding stays exact, with
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Set
 
@@ -14,7 +13,6 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import (
-    IMAGE_DIMS,
     aten,
     closure,
     is_ours,
@@ -30,12 +28,10 @@ from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
-from hot_compile.passes.storage.centring import CENTRED
 from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.differences import DIFFERENCED
 from hot_compile.passes.storage.layout import packed_bytes
 from hot_compile.passes.storage.normalised import is_normalised
-from hot_compile.passes.storage.offers import EIGHT_BITS, Need, bits_of_masks, offers
+from hot_compile.passes.storage.offers import Need, bits_of_masks, offers
 from hot_compile.passes.storage.readers import Facts, Reading, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
@@ -43,21 +39,6 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 _EXACT = (Scheme.EXACT,)
 _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
 _KINDS = Kind.CHANNEL, Kind.ABSOLUTE, Kind.RELATIVE, Kind.COMMON
-
-
-@dataclasses.dataclass(frozen=True)
-class Cancelled:
-    """Names of the nodes behind which almost all may cancel but what rounding changes."""
-
-    differences: frozenset[str] = frozenset()
-    """What finite differences are made of."""
-    centred: frozenset[str] = frozenset()
-    """What rows have in common there is taken away, and no norm bounds it (``centring``)."""
-    bounded: frozenset[str] = frozenset()
-    """The same, behind a norm."""
-
-
-NOTHING_CANCELLED = Cancelled()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +107,6 @@ class Judge:
         forward, backward: what the partitioner made.
         inputs: which of the forward's placeholders are parameters.
         smallest: tensors of fewer bytes are not worth a kernel.
-        cancelled: what more than errors may cancel behind.
     """
 
     def __init__(
@@ -135,9 +115,8 @@ class Judge:
         backward: fx.Graph,
         inputs: GraphInputs,
         smallest: int,
-        cancelled: Cancelled = NOTHING_CANCELLED,
     ) -> None:
-        self._smallest, self._cancelled = smallest, cancelled
+        self._smallest = smallest
         self._activations = _activations(forward, inputs)
         self._learned = closure(filter(_is_layer, forward.nodes))
         self._forward = {node.name: node for node in forward.nodes}
@@ -187,16 +166,7 @@ class Judge:
             return Need(reason="a mask or positions: no layer made it")
         fits = reading.channel, reading.fine, bounded or reading.rows, True
         kind = next(kind for kind, fit in zip(_KINDS, fits, strict=True) if fit)
-        most = math.inf
-        if saved.name in self._cancelled.bounded:
-            most = EIGHT_BITS
-        if saved.name in self._cancelled.centred:
-            most, columns = EIGHT_BITS, saved.meta["val"].dim() < IMAGE_DIMS
-            # a norm over rows of columns makes its x of what is restored, whose mean is off
-            by_channel = kind is Kind.CHANNEL or (kind is Kind.COMMON and reading.convolution)
-            if kind not in (Kind.CHANNEL, Kind.COMMON) or (by_channel and columns):
-                return Need(reason=CENTRED)
-        return Need(kind, most, "", reading.rows, reading.convolution, reading.chain)
+        return Need(kind, "", reading.rows, reading.convolution, reading.chain)
 
     def unfit(self, saved: fx.Node) -> str:
         """Why ``saved`` is stored as it is, whoever reads it."""
@@ -211,8 +181,6 @@ class Judge:
             return "compressed already, for a layer's product"
         if saved.meta.get(UNCHECKED):
             return "kept by a custom autograd function"
-        if saved.name in self._cancelled.differences and value.dtype is not torch.bool:
-            return DIFFERENCED
         if value.dtype is not torch.bool and value.dtype not in FLOATS:
             return f"not floating point: {_dtype(value)}"
         return ""

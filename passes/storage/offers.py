@@ -6,7 +6,6 @@ Which of these it is stored as is said in ``choose`` alone.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from torch import fx
 
@@ -19,8 +18,6 @@ from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.layout import Layout, layout_of
 
 EXACT = (Scheme.EXACT,)
-EIGHT_BITS = 0.03
-"""Error that no 8-bit scheme leaves, with a mask in its bytes or without, and none of fewer has."""
 _EIGHT = 8
 _ONE_PASS = 1024
 """Elements of a row that Inductor reduces without a loop. A longer one would be read twice where no
@@ -32,8 +29,6 @@ class Need:
     """What a tensor's readers need of it."""
 
     kind: Kind = Kind.RELATIVE
-    most: float = math.inf
-    """Error that is tolerated unmeasured."""
     reason: str = ""
     """Why it is to stay exact, if it is."""
     rows: bool = False
@@ -84,9 +79,7 @@ def offers(saved: fx.Node, need: Need, sample: Sample | None) -> Offers:
     problem, kept = ("", laid_out) if plain else _tried(saved, need, laid_out)
     if not kept:
         return Offers(reason=problem)
-    fine = [s for s in kept if s.spec.error <= need.most]
-    coarse = (s for s in kept if s not in fine)
-    return Offers((Scheme.EXACT, *fine), (*coarse, *measured))
+    return Offers((Scheme.EXACT, *kept), measured)
 
 
 def _suits(saved: fx.Node, need: Need, scheme: Scheme) -> bool:
@@ -149,7 +142,7 @@ def _tried(saved: fx.Node, need: Need, schemes: list[Scheme]) -> tuple[str, list
 
 def _instead(saved: fx.Node, need: Need) -> list[Scheme]:
     common = need.kind is Kind.COMMON
-    if need.kind is not Kind.RELATIVE and not (common and need.most == math.inf):
+    if need.kind is not Kind.RELATIVE and not common:
         return []
     eight = Scheme.ROWS8 if _along_rows(saved, need) else Scheme.GROUPS8
     every = (eight, Scheme.GROUPS12) if common else (Scheme.GROUPS12,)
