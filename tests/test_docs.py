@@ -101,6 +101,7 @@ def test_lines_of_pages_are_short(name):
     """So that a change to one sentence is a change to few lines."""
     lines = (ROOT / name).read_text().splitlines()
     assert not [line for line in lines if len(line) > COLUMNS]
+    assert not [line for line in lines if line.startswith(("<<<<<<<", ">>>>>>>"))]
 
 
 def test_the_readme_fits_on_two_screens():

@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.graph import aten, placeholders
+from hot_compile.passes.base.operators import MOVES
 from hot_compile.passes.storage import readers
 
 HEADS = (2, 4, 16, 32)  # batch, heads, rows, features
@@ -97,3 +98,20 @@ def test_every_kind_of_reader_is_judged_by_its_rule(monkeypatch, rule):
     assert why in reading.refusal
     assert bool(why) == bool(reading.refusal)
     assert not why or "exact" in rule.then
+
+
+def test_one_line_of_the_operators_table_has_an_operator_understood(monkeypatch):
+    """As a contributor adds it: a move that no rule names is followed to its readers."""
+
+    def backward(saved, tangents):
+        return tangents * saved.repeat(1, 1, 1, 1)
+
+    unknown, _ = judged(monkeypatch, backward, HEADS)
+    MOVES.add(aten.repeat.default)
+    try:
+        known, counted = judged(monkeypatch, backward, HEADS)
+    finally:
+        MOVES.discard(aten.repeat.default)
+    assert unknown.refusal
+    assert not known.refusal
+    assert "a view, a cast, a move such as `cat` and `gather`" in counted
