@@ -200,33 +200,6 @@ def _conv(row: Raw) -> str:
     return f"{conv['name']} {shape}, {conv['kernel']}×{conv['kernel']}{stride}"
 
 
-def quality(documents: list[Document]) -> Lines:
-    """``quality.py``: the metric over seeds, and its difference from exact's, seed by seed."""
-    made: Lines = [("recipe", "held-out, mean", "lowest to highest", "minus exact", "MB held")]
-    for document in documents:
-        exact = document["rows"][0]
-        for row in document["rows"]:
-            scores = row["scores"]
-            mean, error = difference(scores, exact["scores"])
-            made.append(
-                (
-                    row["recipe"],
-                    f"{statistics.fmean(scores):.4f}",
-                    f"{min(scores):.4f} to {max(scores):.4f}",
-                    "" if row is exact else f"{mean:+.4f} ± {error:.4f}",
-                    f"{row['held_bytes'] / 1e6:.1f}",
-                )
-            )
-    return made
-
-
-def difference(scores: list[float], exact: list[float]) -> tuple[float, float]:
-    """Mean of ``scores`` minus exact's, seed by seed, and the standard error of that mean."""
-    pairs = [a - b for a, b in zip(scores, exact, strict=True)]
-    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else math.nan
-    return statistics.fmean(pairs), error
-
-
 def heads(documents: list[Document]) -> Lines:
     """``head.py``: times and peaks, each also against stock's."""
     made: Lines = [("model", "returns", "", "ms", "speed", "MiB peak", "of stock's")]
@@ -300,17 +273,6 @@ def packing(documents: list[Document]) -> Lines:
     return [("", "", *widths), *((*way, *cells.values()) for way, cells in found.items())]
 
 
-def curves(documents: list[Document]) -> Lines:
-    """``curves.py``: mean losses over tenths of the run."""
-    rows = [row for document in documents for row in document["rows"]]
-    width = max(1, len(rows[0]["loss"]) // 10)
-    made: Lines = [("steps", *(row["config"] for row in rows))]
-    for first in range(0, len(rows[0]["loss"]) - width + 1, width):
-        means = (statistics.fmean(row["loss"][first : first + width]) for row in rows)
-        made.append((f"{first} to {first + width - 1}", *(f"{mean:.3f}" for mean in means)))
-    return made
-
-
 def monitoring(documents: list[Document]) -> Lines:
     """``monitor.py``: usual and watched steps, and the share of time at N steps a watched one."""
     made: Lines = [("", "usual step, ms", "watched step, ms", "share at N = 100", "500", "1000")]
@@ -350,8 +312,8 @@ def pretraining(documents: list[Document]) -> Lines:
 TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     table.__name__: table
     for table in (
-        *(steps, budgets, training, layers, convs, quality, heads),
-        *(transforms, products, distributions, packing, curves, monitoring, pretraining),
+        *(steps, budgets, training, layers, convs, heads),
+        *(transforms, products, distributions, packing, monitoring, pretraining),
         *(eight_bits, forwards, scores),
     )
 }

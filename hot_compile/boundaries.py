@@ -168,7 +168,7 @@ def _coder(
 ) -> tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]:
     """(what packs rows of 128 numbers, what restores them), each one kernel for any count."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
     rows = torch.empty(6, _GROUP, dtype=dtype, device=device)
     like = mode.from_tensor(rows, symbolic_context=sizes)
     writing, reading = fx.Graph(), fx.Graph()

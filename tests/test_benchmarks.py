@@ -81,26 +81,6 @@ def test_against_stock(program, tmp_path):
     assert drawing.stat().st_size > 1000
 
 
-def test_grad_error(program):
-    assert program("grad_error").main(steps="0", batch=2) == 16
-
-
-def test_curves(program, tmp_path):
-    file = tmp_path / "curves.json"
-    curves = program("curves").main(
-        model="vit_tiny_patch16_224",
-        batch=1,
-        steps=2,
-        device="cpu",
-        configs="exact,hot",
-        bf16=False,
-        json_file=file,
-    )
-    assert [row["config"] for row in json.loads(file.read_text())["rows"]] == list(curves)
-    assert curves["hot"][0] == pytest.approx(curves["exact"][0], rel=1e-4)
-    assert all(len(losses) == 2 for losses in curves.values())
-
-
 def test_step(program, tmp_path):
     file = tmp_path / "step.json"
     rows = program("step").main(
@@ -140,14 +120,6 @@ def test_convs(program, tmp_path, monkeypatch):
     assert json.loads(file.read_text())["arguments"]["batch"] == 2
     timings = convs.main(shapes="small", batch=2, rounds=1, forward=True)
     assert all(t.median(name) > 0 for t in timings for name in convs.FORWARDS)
-
-
-def test_quality(program, tmp_path, capsys):
-    file = tmp_path / "quality.json"
-    rows = program("quality").main(recipes="exact", seeds=2, quick=True, json_file=file)
-    assert [len(row.scores) for row in rows] == [2]
-    assert "exact" in capsys.readouterr().out
-    assert json.loads(file.read_text())["arguments"]["seeds"] == 2
 
 
 def test_difference_pairs_seeds(program):
