@@ -122,12 +122,6 @@ def test_convs(program, tmp_path, monkeypatch):
     assert all(t.median(name) > 0 for t in timings for name in convs.FORWARDS)
 
 
-def test_difference_pairs_seeds(program):
-    mean, error = program("tables").difference([0.91, 0.97], [0.90, 0.96])
-    assert mean == pytest.approx(0.01)
-    assert error == pytest.approx(0, abs=1e-9)
-
-
 @pytest.mark.parametrize("fits", [100, 256, 271, 272, 1000])
 def test_largest_batch_is_the_last_that_fits(program, fits):
     tried = []
