@@ -105,7 +105,7 @@ class Acceptance(Monitor):
     """Looks at steps by itself, and keeps what it found."""
 
     def __init__(self) -> None:
-        super().__init__(budget=BUDGET, rotate=1)
+        super().__init__(budget=BUDGET)
         self._known: dict[Path, Findings] = {}
         self.unseen: dict[str, str] = {}
         """Graphs that nobody can look at, and why."""
