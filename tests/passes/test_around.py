@@ -58,6 +58,17 @@ def test_compiled_code_restores_the_same(scheme, as_on_gpu, monkeypatch):
     assert error(apart(y), apart(x)) < FINE[scheme.spec.bits]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", AROUND)
+def test_on_a_gpu(scheme, layout, dtype):
+    x = LAYOUTS[layout](alike(16, 12, 64, common=4.0)).to("cuda", dtype)
+    _, y = round_trip(x, scheme, compiled=True)
+    rounding = 0.02 if dtype is torch.bfloat16 else 0.0  # of the whole, four times as large
+    assert error(apart(y), apart(x)) < FINE[scheme.spec.bits] + rounding
+
+
 def test_the_mean_has_the_tensors_dtype_and_costs_no_digits():
     x = alike(8, 12, 64, common=1000.0, dtype=torch.bfloat16)
     (*_, mean), y = round_trip(x, Scheme.AROUND8)

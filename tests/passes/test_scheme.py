@@ -47,6 +47,16 @@ def test_by_a_gpus_operators(five, layout, monkeypatch):
     assert ((mine != theirs).float().mean()) < 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_on_a_gpu(five, layout):
+    x = values((3, 32, 8, 32), torch.float32, seed=2, spread=2.0).to(memory_format=layout)
+    _, mine = round_trip(x, five)
+    (upper, _, _), theirs = round_trip(x.cuda(), five, compiled=True)
+    assert upper.dtype == torch.int32
+    assert (mine != theirs.cpu()).float().mean() < 1e-3
+
+
 def test_by_their_lowering(five, monkeypatch):
     monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
     x = values((15, 192), torch.float32, seed=6, spread=2.0)
