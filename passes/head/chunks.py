@@ -15,9 +15,8 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, closure, made_of_tangents, untranspose, walk
-from hot_compile.passes.head.algebra import Window
 from hot_compile.passes.head.facts import Fact, Leaf, Reader, ancestors
-from hot_compile.passes.head.operands import NotUnderstood, numel
+from hot_compile.passes.head.operands import NotUnderstood, Window, numel
 from hot_compile.passes.head.proportional import ScalarTangent
 from hot_compile.passes.head.rules import follow
 from hot_compile.passes.head.sizes import as_arguments, minus, size_of
@@ -101,16 +100,23 @@ def write_chunks(chunks: Chunks, in_forward: bool) -> list[Swap]:
     backward = Emitter(graph, graph.output_node(), (later or now)[0])
     tangent = chunks.tangent() if in_forward else None
     if tangent is None and not later:
-        made = _Writer(chunks, forward).made(now)
+        made = Writer(chunks, forward).made(now)
     elif tangent is not None:
-        made = _Writer(chunks, forward, tangent.units(forward)).made([*now, *later])
+        made = Writer(chunks, forward, tangent.units(forward)).made([*now, *later])
         for node in later:
             made[node] = backward(aten.mul.Tensor, made[node], tangent.node)
     else:
-        made = _Writer(chunks, forward).made(now) if now else {}
-        made |= _Writer(chunks, backward).made(later)
+        made = Writer(chunks, forward).made(now) if now else {}
+        made |= Writer(chunks, backward).made(later)
+    return as_swaps(chunks, made, forward, backward)
+
+
+def as_swaps(
+    chunks: Chunks, made: dict[fx.Node, fx.Node], forward: Emitter, backward: Emitter
+) -> list[Swap]:
+    """``made`` in the form of the nodes whose places they take, and sizes of what is gone."""
     swaps = [
-        (node, _like(forward if node in now else backward, made[node], node, result))
+        (node, _like(backward if node in chunks.backward else forward, made[node], node, result))
         for node, result in chunks.results.items()
     ]
     for node in chunks.at.sizes:
@@ -161,7 +167,7 @@ def _widened(emit: Emitter, value: fx.Node, window: Window) -> fx.Node:
     return value
 
 
-class _Writer:
+class Writer:
     """One operator and what it is given; ``known``: stands in for what of the graph it reads."""
 
     def __init__(
@@ -225,17 +231,27 @@ class _Writer:
             given.append(node)
         return given.index(node)
 
+    def product(self, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        """x, weight [O, I] and bias of a product."""
+        *bias, x, right = node.args
+        base, transposed = untranspose(right)  # type: ignore[arg-type]
+        weight = base if transposed else self._emit.permute(right, [1, 0])  # type: ignore[arg-type]
+        return x, weight, bias[0] if bias else None  # type: ignore[return-value]
+
     def _product(self, leaf: Leaf) -> tuple[int, int, int]:
         self._places[leaf] = "product", len(self._places)
-        *bias, x, right = leaf.node.all_input_nodes if len(leaf.node.args) == 2 else leaf.node.args
-        base, transposed = untranspose(right)
-        weight = base if transposed else self._emit.permute(right, [1, 0])
+        x, weight, bias = self.product(leaf.node)
         x = _widened(self._emit, x, leaf.place.window)
         return (
             self._put("rows", x),
             self._put("shared", weight),
-            self._put("shared", bias[0]) if bias else -1,
+            -1 if bias is None else self._put("shared", bias),
         )
+
+    def row(self, leaf: Leaf) -> fx.Node:
+        """A leaf as a node of the graph: [L, columns], or what all rows share."""
+        kind, place = self._leaf(leaf)
+        return self._given[kind][place]
 
     def _operand(self, reader: Reader) -> int:
         node = reader.operand

@@ -17,10 +17,10 @@ from torch import fx
 
 from hot_compile.passes.base.graph import aten, closure
 from hot_compile.passes.base.operators import MATRIX_PRODUCTS, is_pointwise
-from hot_compile.passes.head.algebra import Window
 from hot_compile.passes.head.operands import (
     NotUnderstood,
     Shape,
+    Window,
     args_of,
     count,
     is_one,

@@ -16,9 +16,8 @@ from torch import fx
 
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.base.operators import SPLITS
-from hot_compile.passes.head.algebra import Cut
 from hot_compile.passes.head.facts import Fact, Following, Place, sizes
-from hot_compile.passes.head.operands import NotUnderstood, args_of, end_of, is_one, without
+from hot_compile.passes.head.operands import Cut, NotUnderstood, args_of, end_of, is_one, without
 from hot_compile.passes.head.sizes import Size, plus, size_of
 
 
@@ -129,6 +128,8 @@ def _widened(
             raise NotUnderstood("something is put among the logits")
         fact = at.operand(source, _inside(source, shape, part, place))
     own = fact.place
+    if own.axis is None and is_one(shape[part.dim]):  # as in front of a scatter to one column
+        return Fact(fact.value, Place(shape, None, own.window))
     axis = part.dim if own.axis is None and part.gone else own.axis
     if axis is None:
         raise NotUnderstood("numbers of some of the rows")

@@ -10,8 +10,7 @@ import torch
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.linear import Pricing
-from hot_compile.passes.head.find import Head, Refused, Rows
-from hot_compile.passes.head.linear import ScalarTangent
+from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.head.quantised import EXACT, By, by, problem
 from hot_compile.runtime.head.products import chunk_rows
@@ -60,7 +59,7 @@ class HeadDecision:
         return Strategy(self.by[0])
 
 
-def plan_head(found: Head | Rows | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
+def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
     """Choose for one head whether and how it goes in chunks."""
     strategy = config.overridden(found.name) or Strategy.EXACT
     way, reason = _choice(found, config, strategy, pricing)
@@ -81,7 +80,7 @@ def plan_head(found: Head | Rows | Refused, config: HotConfig, pricing: Pricing)
 
 
 def _choice(
-    found: Head | Rows | Refused, config: HotConfig, strategy: Strategy, pricing: Pricing
+    found: Head | Refused, config: HotConfig, strategy: Strategy, pricing: Pricing
 ) -> tuple[str, str]:
     if config.head == "off":
         return OFF, "head='off'"
@@ -94,12 +93,12 @@ def _choice(
         return OFF, found.reason
     if not all(isinstance(n, int) for n in found.value.shape[1:]):
         return OFF, "a vocabulary of symbolic size"
-    if forced and isinstance(found, Rows):
+    if forced and found.softmax is None:
         return OFF, f"{LAYERS_BY_OVERRIDE}{strategy} works on the gradient of a softmax only"
     if forced and (unfit := _unfit(found, config, strategy, pricing)):
         return OFF, f"{LAYERS_BY_OVERRIDE}{unfit}"
     own = f"; its gradients' products are {strategy} by override" if forced else ""
-    way, reason = _way(found)
+    way, reason = _way(found, forced)
     return way, reason + own
 
 
@@ -109,21 +108,21 @@ def _unfit(found: Head, config: HotConfig, strategy: Strategy, pricing: Pricing)
     return rates if isinstance(rates, str) else problem(strategy, config)
 
 
-def _way(found: Head | Rows) -> tuple[str, str]:
+def _way(found: Head, forced: bool) -> tuple[str, str]:
     try:
-        if isinstance(found, Rows) and found.chunks.tangent() is None:
-            return FORWARD, "no gradient of it is asked for"
-        if isinstance(found, Head):
-            ScalarTangent(found)
+        tangent = found.chunks.tangent()
     except NotUnderstood as why:
         return BACKWARD, str(why)
+    if tangent is None:
+        return FORWARD, "no gradient of it is asked for"
     if found.value.dtype is torch.float16:
         return BACKWARD, "gradients in fp16 underflow before the loss's scale is known"
+    if forced and found.softmax is not None and found.softmax.needs_statistics():
+        return BACKWARD, "the gradient's size depends on the logits"
     return FORWARD, "the loss's gradient is one number"
 
 
-def _chunk_bytes(
-    found: Head | Rows | Refused, rows: int, outputs: int, inputs: int, itemsize: int
-) -> int:
-    wanted = isinstance(found, Rows) or (isinstance(found, Head) and bool(found.grad_weights))
+def _chunk_bytes(found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int) -> int:
+    readers = found.chunks.at.readers.values() if isinstance(found, Head) else ()
+    wanted = any(reader.kind == "total" for reader in readers)
     return chunk_rows(rows, outputs, inputs, itemsize, wanted) * outputs * itemsize

@@ -10,13 +10,12 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, is_tangent, made_of_tangents
 from hot_compile.passes.base.operators import CASTS, VIEWS
-from hot_compile.passes.head.operands import NotUnderstood, args_of, is_zero, numel, rank_of
+from hot_compile.passes.head.operands import NotUnderstood, args_of, is_fma, is_zero, numel, rank_of
 
 _LINEAR = {
     *VIEWS,
@@ -92,7 +91,7 @@ class ScalarTangent:
             return sum(map(self._degree, node.args))
         if node.target in (aten.div.Tensor, aten.div.Scalar):
             return 2 if self._degree(node.args[1]) else self._degree(node.args[0])
-        if node.target is torch.ops.prims.fma.default:
+        if is_fma(node):
             a, b, c = args_of(node)
             found = {self._degree(a) + self._degree(b), self._degree(c)}
             return found.pop() if len(found) == 1 else 2

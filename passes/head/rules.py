@@ -28,9 +28,10 @@ from hot_compile.passes.head.operands import (
     NotUnderstood,
     args_of,
     count,
+    has_size,
     is_one,
-    picks_each_row,
     rank_of,
+    same_rows,
     same_size,
     without,
 )
@@ -241,8 +242,7 @@ def _gather(at: Following, node: fx.Node, place: Place | None) -> Fact:
     axis, shape = fact.place.axis, sizes(node)
     if axis is None or dim % rank_of(node) != axis:
         raise NotUnderstood("rows of the logits are gathered")
-    picks_each_row(node, axis)
-    if without(shape, axis) != without(sizes(source), axis):
+    if not same_rows(source, node, axis):
         raise NotUnderstood("one column is picked of some of the rows")
     own = Place(shape, axis, fact.place.window)
     picked = at.whole(dataclasses.replace(at.operand(index, own), place=own))
@@ -254,9 +254,7 @@ def _scatter(at: Following, node: fx.Node, place: Place | None) -> Fact:
     into, dim, index, source = args_of(node)[:4]
     shape = sizes(node)
     place = place or Place(shape, dim % len(shape), _window(at, node))
-    if dim % len(shape) != place.axis or without(shape, place.axis) != without(
-        sizes(index), place.axis
-    ):
+    if dim % len(shape) != place.axis or not same_rows(node, index, place.axis):
         raise NotUnderstood("rows of the logits are scattered")
     own = dataclasses.replace(place, shape=sizes(index))
     picked = at.whole(dataclasses.replace(at.operand(index, own), place=own))
@@ -304,6 +302,10 @@ def follow(product: fx.Node) -> Following:
     Raises:
         NotUnderstood: with the reason.
     """
+    width = sizes(product)[1]
+    for node in product.graph.nodes:  # sizes found to be equal must be so before they are read
+        if node.target is aten.gather.default and has_size(args_of(node)[0], width):
+            same_rows(args_of(node)[0], node, args_of(node)[1] % rank_of(node))
     seeds = {product: Place(sizes(product), 1, ())}
     while True:
         try:

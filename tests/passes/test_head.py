@@ -64,7 +64,7 @@ LOSSES = {
     "sum": (functools.partial(ce, reduction="sum"), FORWARD),
     "ignore": (functools.partial(ce, target=IGNORING), FORWARD),
     "ignore index": (functools.partial(ce, ignore_index=5), FORWARD),
-    "none": (lambda y: ce(y, reduction="none").square().sum(), BACKWARD),
+    "none": (lambda y: ce(y, reduction="none").square().sum(), FORWARD),
     "smoothed": (functools.partial(ce, target=IGNORING, label_smoothing=0.1), FORWARD),
     "weighted": (lambda y: ce(y, IGNORING, weight=WEIGHTS.to(y.dtype)), FORWARD),
     "weighted, smoothed": (
@@ -76,10 +76,10 @@ LOSSES = {
     "class second": (lambda y: F.cross_entropy(y.transpose(1, 2), TARGET), FORWARD),
     "scaled": (lambda y: ce(y * 0.0625), FORWARD),
     "capped": (capped, FORWARD),
-    "z-loss": (z_loss, BACKWARD),
+    "z-loss": (z_loss, FORWARD),
     "picked": (picked, FORWARD),
     "by hand": (by_hand, FORWARD),
-    "focal": (focal, BACKWARD),
+    "focal": (focal, FORWARD),
     "twice as much": (lambda y: 2 * ce(y) + ce(y).detach(), FORWARD),
 }
 

@@ -156,10 +156,10 @@ def in_parts(logits):
 TAKEN = {
     "sequence by sequence": (lambda: Head(by_sequence), [FORWARD]),
     "chosen and rejected": (lambda: Head(chosen_and_rejected), [BACKWARD]),
-    "parts of parts": (lambda: Head(in_parts), [BACKWARD]),
+    "parts of parts": (lambda: Head(in_parts), [FORWARD]),
     "last token": (lambda: Head(lambda y: F.cross_entropy(y[:, -1], TARGET[:, -1])), [FORWARD]),
     "preference": (lambda: Head(preference), [BACKWARD]),
-    "policy": (lambda: Head(policy), [BACKWARD]),
+    "policy": (lambda: Head(policy), [FORWARD]),
     "smoothed": (lambda: Head(smoothed), [FORWARD]),
     "weighted by sequence": (lambda: Head(weighted), [FORWARD]),
     "last tokens": (lambda: Head(lambda y: ce(y[:, -3:], TARGET[:, -3:])), [FORWARD]),
