@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import pack as packing
-from hot_compile.passes.storage.pack import pack
+from hot_compile.passes.storage.pack import pack, unpack
 from hot_compile.testing import cosine, hot_step
 
 SHARING = (Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS12)
@@ -58,6 +58,30 @@ def test_any_reading_of_what_shares_bytes(scheme, rows, columns, monkeypatch):
     with torch._inductor.config.patch(AS_ON_GPU):
         got = torch.compile(read, dynamic=False)(*stored)
     for name, want in readings(y).items():
+        torch.testing.assert_close(got[name], want, rtol=1e-5, atol=1e-4, msg=name)
+
+
+def graph_of(make, *tensors):
+    """``make(emit, nodes)`` of nodes that stand for ``tensors``, as a module."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    nodes = [graph.placeholder(f"given_{place}") for place in range(len(tensors))]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["val"] = mode.from_tensor(tensor)
+    output = graph.output(())
+    output.args = (make(Emitter(graph, output, nodes[0]), nodes),)
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("sample", [(), pytest.param((3, 192), marks=pytest.mark.slow)])
+def test_any_reading_of_what_is_around_the_batchs_mean(sample, monkeypatch):
+    monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
+    x, scheme = values((15, 192), torch.float32, seed=6, spread=2.0), Scheme.AROUND6
+    stored = graph_of(lambda emit, nodes: pack(emit, *nodes, scheme, sample=sample), x)(x)
+    like = FakeTensorMode().from_tensor(x)
+    restore = graph_of(lambda emit, nodes: unpack(emit, tuple(nodes), like, scheme), *stored)
+    with torch._inductor.config.patch(AS_ON_GPU):
+        got = torch.compile(lambda *parts: readings(restore(*parts)), dynamic=False)(*stored)
+    for name, want in readings(restore(*stored)).items():
         torch.testing.assert_close(got[name], want, rtol=1e-5, atol=1e-4, msg=name)
 
 
