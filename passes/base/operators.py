@@ -25,14 +25,14 @@ SQUEEZES = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.sq
 """Likewise: dimensions of one element come or go."""
 IN_ORDER = RESHAPES | SQUEEZES | {aten.alias.default}
 """They leave all elements, and leave them in their order."""
-PARTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
-"""They take a part; where they have its dimension among their arguments."""
+PARTS = {aten.slice.Tensor, aten.select.int}
+"""They take a part."""
 SPLITS: dict[Any, int] = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
     aten.unbind.int: 1,
 }
-"""Likewise; they return all parts."""
+"""They return all parts; where they have the dimension among their arguments."""
 VIEWS = {
     *(RESHAPES | TRANSPOSES),
     *PARTS,
@@ -81,7 +81,7 @@ REDUCTIONS = SUMS | DEVIATIONS | EXTREMES | {aten.mean.dim, aten.mean.default}
 
 MATRIX_PRODUCTS: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """Linear in either factor; the first one's place among their arguments, the other follows."""
-BATCHED_PRODUCTS: dict[Any, int] = {aten.bmm.default: 0, aten.baddbmm.default: 1}
+BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 """Likewise of batches: attention by hand."""
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 """Linear in either factor."""

@@ -19,7 +19,7 @@ from hot_compile.passes.base.site import bytes_of
 from hot_compile.runtime import casts
 
 _CAST = torch.ops.prims.convert_element_type.default
-_PRODUCTS = MATRIX_PRODUCTS | BATCHED_PRODUCTS
+_PRODUCTS = MATRIX_PRODUCTS.keys() | BATCHED_PRODUCTS
 GROUP_BYTES = 2**25
 """Most bytes of a group: what is cast before its turn takes memory until it comes."""
 _MOST_DIMS = 2
