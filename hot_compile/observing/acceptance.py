@@ -131,7 +131,7 @@ class Acceptance(Monitor):
         """A graph's steps cannot be looked at, if there is a reason, which is said once."""
         if why and why not in self.unseen.values():
             log.warning(
-                "hot: gradients are not compared with exact ones: %s (docs/monitor.md)", why
+                "hot: gradients are not compared with exact ones: %s (docs/acceptance.md)", why
             )
         if why:
             self.unseen[path.stem] = why
