@@ -94,10 +94,10 @@ def raised_bits(
         amplified: by how much what is passed on counts more.
     """
     found = {}
-    for name, tensor in seen.items():
-        tensor = tensor.amplified(amplified)
+    for name, measured in seen.items():
+        tensor = measured.amplified(amplified)
         if tensor.over(budget):
-            offer, lost = tensor.offer(budget, known.get(name)), tensor.errors[tensor.scheme]
+            offer, lost = tensor.offer(budget, known.get(name)), measured.errors[tensor.scheme]
             if offer is not None:
                 found[name] = f"{offer}: error {errors_of(lost)} as {tensor.scheme}"
     return found

@@ -11,11 +11,11 @@ from torch import fx
 
 from hot_compile.passes.base.graph import IMAGE_DIMS
 from hot_compile.passes.base.schemes import SPECS, Kind, Scheme, Unit
-from hot_compile.passes.base.site import hint
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.around import Sample
 from hot_compile.passes.storage.chain import Chain
 from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.layout import Layout, layout_of
+from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
 
 EXACT = (Scheme.EXACT,)
 _EIGHT = 8
@@ -117,7 +117,9 @@ def _by_measure(
     found = [s for s in finer if s.spec.bits not in known]
     if sample is not None and need.kind is not Kind.ABSOLUTE:
         found += (s for s in groups if s.spec.around)
-    return tuple(s for s in found if isinstance(layout_of(in_memory(saved), s), Layout))
+    value = in_memory(saved)
+    laid_out = (s for s in found if isinstance(layout_of(value, s), Layout))
+    return tuple(s for s in laid_out if packed_bytes(value, s, sample or ()) < bytes_of(value))
 
 
 def _tried(saved: fx.Node, need: Need, schemes: list[Scheme]) -> tuple[str, list[Scheme]]:
