@@ -1,5 +1,6 @@
 """Losses of rows that are no cross entropy: exact in fp64, and no tensor of rows x vocabulary."""
 
+import copy
 import functools
 import math
 
@@ -11,7 +12,7 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
-from hot_compile.runtime.head import products
+from hot_compile.runtime.head import bodies, products
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 1511, 8, 4, 32
 OPTIONS = {"head_min_bytes": 0, "memory": "off", "min_gain": 1e9, "strict": True}
@@ -162,7 +163,7 @@ def masked(logits, g):
 
 def compared(logits, g):
     """One-hot labels by comparison."""
-    hit = g["labels"][..., None] == torch.arange(logits.shape[-1])
+    hit = g["labels"][..., None] == torch.arange(logits.shape[-1], device=logits.device)
     return -mean((logits.log_softmax(-1) * hit).sum(-1), g)
 
 
@@ -281,3 +282,43 @@ def test_a_loss_is_exact_and_no_tensor_of_rows_times_vocabulary_exists(name, mon
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
     peak = peak_bytes(lambda: outcome(run, model, x, given), torch.device("cpu"))
     assert peak < 0.6 * 8 * logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["KL to a teacher's head", "DPO"])
+def test_a_body_may_be_compiled_when_it_first_runs(name, monkeypatch):
+    """As on CUDA: in the forward, and in autograd's thread."""
+    monkeypatch.setattr(bodies, "has_triton", lambda tensor: True)
+    loss, keywords, _ = LOSSES[name]
+    model, x, given = Model(loss, **keywords).double(), inputs(), given_for()
+    if "teacher" in keywords:
+        del given["teacher"]
+    got = outcome(compiled(model, Reports()), model, x, given)
+    for one, other in zip(got, outcome(model, model, x, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "metrics"])
+def test_losses_on_a_gpu(name, dtype):
+    """As Inductor compiles it; about as far from fp64 as eager is."""
+    loss, keywords, _ = LOSSES[name]
+    size = (4, 256, 32000)
+    model = Model(loss, vocabulary=size[2], **keywords).cuda().to(dtype)
+    x = inputs(dtype, *size[:2]).cuda()
+    given = {k: v.cuda() for k, v in given_for(*size, dtype).items()}
+    if "teacher" in keywords:
+        del given["teacher"]
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="hot", options={**OPTIONS, "head_min_bytes": 0})
+    got, eager = outcome(run, model, x, given), outcome(model, model, x, given)
+    exact = copy.deepcopy(model).double()
+    given = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+    truth = outcome(exact, exact, x.double(), given)
+    for one, other, want in zip(got, eager, truth, strict=True):
+        assert distance(one, want) < 1.5 * distance(other, want) + 1e-3
+
+
+def distance(got, want):
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
