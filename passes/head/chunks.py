@@ -16,7 +16,7 @@ from torch import fx
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, closure, made_of_tangents, untranspose, walk
 from hot_compile.passes.head.facts import Fact, Leaf, Reader, ancestors
-from hot_compile.passes.head.operands import NotUnderstood, Window, numel
+from hot_compile.passes.head.operands import NotUnderstood, Window, args_of, numel
 from hot_compile.passes.head.proportional import ScalarTangent
 from hot_compile.passes.head.rules import follow
 from hot_compile.passes.head.sizes import as_arguments, minus, size_of
@@ -194,7 +194,7 @@ class Writer:
             self._code(values),
             tuple(products),
             tuple((self._columns(r), _dtype(n)) for n, r in facts),
-            tuple(g.args[1][1] for g in gradients),
+            tuple(args_of(g)[1][1] for g in gradients),
             tuple(read),
         )
         made = self._emit(torch.ops.hot.head_rows.default, body.text(), *self._given.values())

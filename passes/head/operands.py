@@ -128,7 +128,8 @@ def same_size(a: Any, b: Any) -> bool:
 def is_zero(node: Any) -> bool:
     """The number, or a tensor full of it."""
     if isinstance(node, fx.Node):
-        place = {aten.full.default: 1, aten.scalar_tensor.default: 0}.get(node.target)
+        filled: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+        place = filled.get(node.target)
         return place is not None and bool(args_of(node)[place] == 0)
     return bool(node == 0)
 

@@ -7,7 +7,6 @@ what puts them back masks the others.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -74,7 +73,9 @@ def _piece(item: fx.Node) -> tuple[fx.Node, _Part]:
     if split.target is aten.split.Tensor:
         start: Size = size_of(given[0]) * number if number else 0  # type: ignore[operator]
     else:
-        start = functools.reduce(plus, map(size_of, given[0][:number]), 0)
+        start = 0
+        for size in given[0][:number]:
+            start = plus(start, size_of(size))
     return source, _Part(dim, start, plus(start, sizes(item)[dim]))
 
 
@@ -205,7 +206,7 @@ def cat(at: Following, node: fx.Node, place: Place | None) -> Fact:
         facts = [at.operand(p, Place(sizes(p), dim, known.window)) for p in pieces]
         value = at.emit(aten.cat.default, [at.whole(fact) for fact in facts], 1)
         return Fact(value, Place(shape, dim, known.window))
-    whole, start = Place(shape, known.axis, known.window[:-1]), 0
+    whole, start = Place(shape, known.axis, known.window[:-1]), size_of(0)
     fact: Any = 0
     for piece in pieces:
         stop = plus(start, sizes(piece)[dim])

@@ -194,7 +194,7 @@ _TWICE = {
     aten.amax.default: aten.amax.default,
 }
 """What is the same of all rows' as of all elements."""
-_BY_DIM = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+_BY_DIM: dict[Any, Any] = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
 
 
 def _known(at: Following, node: fx.Node) -> Fact:
@@ -254,7 +254,8 @@ def _scatter(at: Following, node: fx.Node, place: Place | None) -> Fact:
     into, dim, index, source = args_of(node)[:4]
     shape = sizes(node)
     place = place or Place(shape, dim % len(shape), _window(at, node))
-    if dim % len(shape) != place.axis or not same_rows(node, index, place.axis):
+    axis = dim % len(shape)
+    if axis != place.axis or not same_rows(node, index, axis):
         raise NotUnderstood("rows of the logits are scattered")
     own = dataclasses.replace(place, shape=sizes(index))
     picked = at.whole(dataclasses.replace(at.operand(index, own), place=own))
