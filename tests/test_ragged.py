@@ -68,11 +68,15 @@ def test_changing_lengths_compile_no_more_than_stock(batches):
     torch.manual_seed(0)
     model, given, reports = Documents(), batches(), Reports()
     want, stock = compiles("aot_eager", model, given)
-    backend = functools.partial(hot, options=ALL, recorder=reports, inner_compile=run_uncompiled)
+    options = {**ALL, "keep_head": True, "head_min_bytes": 1024}
+    keywords = {"options": options, "recorder": reports, "inner_compile": run_uncompiled}
+    backend = functools.partial(hot, **keywords)
     got, ours = compiles(backend, model, given)
     assert ours <= stock + 1
     assert min(cosine(got[name], want[name]) for name in want) > 0.98
     last = reports.graphs[-1]
     assert len(reports.graphs) == ours
     assert any("s" in size for c in last.crossing for size in c.shape), "sizes are symbols"
+    assert all(head.chunked for graph in reports.graphs for head in graph.plan.heads)
+    assert len(last.plan.heads) == 1
     assert {"groups6", "groups12", "rows8"} <= {c.scheme for c in last.crossing}

@@ -80,6 +80,14 @@ def test_more_bits_are_closer():
     assert closest[-1] > 0.9995
 
 
+def test_a_boundary_gets_the_bits_that_a_monitor_asks_for():
+    """By the same option, by the module that made it or by its name in a profile."""
+    torch.manual_seed(0)
+    kept, _ = boundaries(Words(Block(), Block(), Block()), memory_override={"blocks.1*": 8})
+    found = {c.module: c.scheme for c in kept}
+    assert found == {"embed": "groups6", "blocks.0": "groups6", "blocks.1": "rows8"}
+
+
 class Around(nn.Module):
     """A residual layer of ``function`` behind a norm."""
 
