@@ -314,22 +314,24 @@ class _Graph:
         """
         gm, names = twin(self.gm), self.inputs.parameters
         plain = dataclasses.replace(self, inner_compile=run_uncompiled)
-        graphs = (
-            [self]
-            if draws(gm) or acceptance.computes_halves(self.example_inputs)
-            else [plain, self]
-        )
-        thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
+        graphs = [self] if acceptance.computes_halves(self.example_inputs) else [plain, self]
         run = self.finished(config, profile)
+        quick = Eager(gm, names, self.example_inputs, free=config.accept == "free")
         if draws(gm):
-            return Watch(run, thorough[-1], names, gauge)
-        quick = Eager(gm, names, self.example_inputs, fits=self.asked.peak is not None)
+            exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
+            return Watch(run, exact, names, gauge)
+        thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
         return Watch(run, Doubled(quick, thorough, gauge), names, gauge)
 
     def _twin(
-        self, gm: fx.GraphModule, config: HotConfig, profile: Profile | None, observer: Observer
+        self,
+        gm: fx.GraphModule,
+        config: HotConfig,
+        profile: Profile | None,
+        observer: Observer,
+        room: Callable[[Sequence[Any]], None] | None = None,
     ) -> Twin:
-        """An exact twin of ``gm``, which is kept."""
+        """An exact twin of ``gm``, which is kept; ``room``: as of :class:`Twin`."""
         patches = {**self.patches, "triton.cudagraphs": False}  # an observer is Python
         bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
 
@@ -337,7 +339,7 @@ class _Graph:
             other = dataclasses.replace(bare, gm=gm, example_inputs=fakes, patches=patches)
             return other.compile(config, profile, seen)
 
-        return Twin(gm, compile_twin, observer)
+        return Twin(gm, compile_twin, observer, room)
 
     @property
     def unseen(self) -> str:
@@ -398,7 +400,7 @@ def _accepted(
     """The graph as looks found it to be right, to be looked at where that is possible."""
     known = monitor.begins(graph.path)
     config = monitor.applied(config, graph.inputs.parameters)
-    if config.accept != "auto" or monitor.cannot_see(graph.path, graph.unseen):
+    if config.accept == "remembered" or monitor.cannot_see(graph.path, graph.unseen):
         return graph.finished(config, profile)
     gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
     gauge.path, gauge.settled = graph.path, known.settled

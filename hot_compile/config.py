@@ -192,7 +192,8 @@ class HotConfig:
     """Call a layer's operators that feed each other by one call of the host's (docs/adr/0020)."""
     accept: str = "auto"
     """"auto": compare the gradients of some steps with exact ones, repair what is off, remember it
-    (docs/acceptance.md). "remembered": only what earlier processes found. "off": neither."""
+    (docs/acceptance.md). "free": so, and looks may take all memory that is free. "remembered":
+    only what earlier processes found. "off": neither."""
     strict: bool = False
     """Raise what goes wrong in our part, instead of going on without it (docs/guarantee.md)."""
     dump: str | None = None
@@ -408,7 +409,7 @@ _PARSERS: dict[str, Any] = {
     "forward": parsers.one_of("exact", "int8"),
     "forward_budget": parsers.error_budget,
     "gathered": parsers.one_of(True, False),
-    "accept": parsers.one_of("auto", "remembered", "off"),
+    "accept": parsers.one_of("auto", "free", "remembered", "off"),
     "strict": parsers.one_of(True, False),
     "dump": parsers.path,
 }

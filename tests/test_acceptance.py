@@ -353,6 +353,26 @@ def test_one_acceptance_a_step_however_often_it_is_compiled():
     assert vars(wrapper)[KEPT_AS].compiles >= 2
 
 
+@pytest.mark.parametrize(
+    ("risen", "unused", "stretches", "free_stretches"),
+    [(2**40, 2**40, 1, 1), (0, 2**40, None, 32), (0, 0, None, None), (100 * 2**20, 0, 6, 6)],
+)
+def test_looks_take_what_steps_do_and_what_is_free_if_asked(
+    risen, unused, stretches, free_stretches, monkeypatch
+):
+    monkeypatch.setattr(eager, "cuda_devices", lambda args: [0])
+    monkeypatch.setattr(eager, "_risen", lambda device: risen)
+    monkeypatch.setattr(eager, "_unused", lambda device: unused)
+    need = {n: 600 * 2**20 // n for n in (1, 2, 6)} | {32: 65 * 2**20}
+    for free, want in ((False, stretches), (True, free_stretches)):
+        look = Eager(torch.fx.GraphModule({}, torch.fx.Graph()), (), (), free=free)
+        if want is None:
+            with pytest.raises(eager.TooLarge, match="a look takes 65 MiB, more than"):
+                look._fitting((), need)
+        else:
+            assert look._fitting((), need) == want
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_looks_do_not_raise_a_gpus_peak(dtype):

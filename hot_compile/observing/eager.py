@@ -26,7 +26,9 @@ _STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MARGIN = 1.3
 """What operators keep to themselves, and what the allocator cannot use, of what is predicted."""
 _FREE = 0.9
-"""Share of a device's free memory that may be used where the step itself took too little."""
+"""Share of a device's free memory that may be used with ``accept="free"``."""
+_LITTLE = 2**26
+"""Bytes that a look may take however little steps do."""
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "rrelu", "exponential_")
 """What draws random numbers has one of these in its name."""
 
@@ -46,17 +48,18 @@ class Eager:
         gm: fx.GraphModule,
         names: Sequence[str | None],
         examples: Sequence[Any],
-        fits: bool = False,
+        free: bool = False,
     ) -> None:
         """To be made while Dynamo compiles the graph, after AOTAutograd has.
 
         Args:
             gm: is kept, and never compiled. names: of its inputs that are parameters.
-            examples: its inputs. fits: memory is not to rise above what steps take, come what may.
+            examples: its inputs. free: it may take what is free of a GPU; else its memory is not
+                to rise above what steps take.
         """
         self._gm = gm
         self._names = names
-        self._fits = fits
+        self._free = free
         self.mutated = mutated_places(TracingContext.try_get(), examples)
 
     def code(self, args: Sequence[Any]) -> Eager:
@@ -92,18 +95,27 @@ class Eager:
         return _in_stretches(self._gm, args, _cut(self._gm, count))
 
     def _stretches(self, args: Sequence[Any]) -> int:
-        """The fewest with which it stays below the highest that steps have reached so far."""
+        return self._fitting(args, self._needs)
+
+    def in_one_piece(self, args: Sequence[Any]) -> None:
+        """Compiled code of the graph cannot be cut.
+
+        Raises:
+            TooLarge: memory is too short for that.
+        """
+        self._fitting(args, {1: self._need(1)})
+
+    def _fitting(self, args: Sequence[Any], need: Mapping[int, int]) -> int:
+        """The fewest stretches with which it stays below the highest that steps have reached."""
         devices = cuda_devices(args)
-        if not devices:
-            return 1
-        need = self._needs
-        fits = [n for n in need if all(need[n] <= _risen(d) for d in devices)]
-        if fits:
-            return fits[0]
+        for count, size in need.items():
+            if all(size <= max(_risen(d), _LITTLE) for d in devices):
+                return count
         least = min(need, key=lambda n: need[n])
-        if not self._fits and all(need[least] <= _FREE * _unused(d) for d in devices):
+        if self._free and all(need[least] <= _FREE * _unused(d) for d in devices):
             return least
-        raise TooLarge(f"a look takes {need[least] / 2**20:.0f} MiB, more than is free")
+        more = "is free" if self._free else "steps do; with accept='free' looks take what is free"
+        raise TooLarge(f"a look takes {need[least] / 2**20:.0f} MiB, more than {more}")
 
     @functools.cached_property
     def _needs(self) -> dict[int, int]:

@@ -80,8 +80,18 @@ class _Code:
 class Twin:
     """The exact twin of one of Dynamo's graphs, compiled for the inputs it is asked for."""
 
-    def __init__(self, gm: fx.GraphModule, compile_graph: Compile, observer: Observer) -> None:
-        """``gm``: is kept, and must be nobody else's: compiling changes graphs in place."""
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        compile_graph: Compile,
+        observer: Observer,
+        room: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        """``gm``: is kept, and must be nobody else's: compiling changes graphs in place.
+
+        ``room`` raises where there is too little memory for it beside such inputs.
+        """
+        self._room = room
         self._gm = gm
         self._compile = compile_graph
         self._observer = observer
@@ -92,8 +102,10 @@ class Twin:
 
         Another one where the observer wants to be shown what crosses, too.
 
-        Raises whatever compiling it raises.
+        Raises whatever compiling it raises, and what ``room`` does.
         """
+        if self._room:
+            self._room(args)
         shapes = tuple(
             (a.shape, a.stride(), a.requires_grad) if isinstance(a, Tensor) else a for a in args
         )
