@@ -116,7 +116,8 @@ TOKENS = [
     "F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]",
     "(x @ x.transpose(1, 2) * 0.1).softmax(-1) @ x",
     "(x @ x.transpose(1, 2)).softmax(-1) @ x",
-    "(x @ x.transpose(1, 2)).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), "
+    "(x @ x.transpose(1, 2)).masked_fill("
+    "torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool(), "
     "float('-inf')).softmax(-1) @ x",
     "x.cumsum(1) * 0.2",
     "x + x.roll(1, 1)",
@@ -132,7 +133,7 @@ TOKENS = [
     "x.logsumexp(1)",
     "x[:, 0]",
     "(lambda a, b, p: torch.cat([a * p.cos() - b * p.sin(), a * p.sin() + b * p.cos()], -1))"
-    "(*x.chunk(2, -1), torch.arange(x.shape[1], dtype=x.dtype)[:, None])",
+    "(*x.chunk(2, -1), torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None])",
     "(lambda a, b: torch.cat([a * b.cos() - b * a.sin(), a * b.sin() + b * a.cos()], -1))"
     "(*(4 * x).chunk(2, -1))",
 ]
@@ -280,10 +281,12 @@ LOSSES = [  # in y, the output, and in target, near it
     "F.kl_div(y.log_softmax(-1), target.softmax(-1), reduction='batchmean')",
     "(1 - F.cosine_similarity(y, target, -1)).mean()",
     "F.gaussian_nll_loss(y, target, y.square() + 0.1)",
-    "(lambda e: F.cross_entropy(10 * e @ e.T, torch.arange(len(y))))(F.normalize(y.flatten(1)))",
+    "(lambda e: F.cross_entropy(10 * e @ e.T, torch.arange(len(y), device=y.device)))"
+    "(F.normalize(y.flatten(1)))",
     "((y - target).square() + 1e-6).sqrt().mean()",
     "(y.amax(-1) - y.amin(-1)).mean()",
     "y.topk(2, -1).values.square().mean()",
-    "(lambda e: F.softplus((10 * e @ e.T - 5) * (1 - 2 * torch.eye(len(y)))).mean())"
+    "(lambda e: F.softplus((10 * e @ e.T - 5)"
+    " * (1 - 2 * torch.eye(len(y), device=y.device))).mean())"
     "(F.normalize(y.flatten(1)))",
 ]
