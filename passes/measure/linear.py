@@ -116,7 +116,7 @@ def grad_weight_measures(
     want = exact_grad_weight(g, x)
     found = {}
     for strategy, spec in STRATEGIES.items():
-        if not spec.quantises_x:
+        if not spec.quantises_x or strategy is Strategy.GW_ONLY:  # whose g_w is int8's
             continue
         groups = {Rows.CONSECUTIVE: 1}
         if spec.grouped and tokens is not None:
