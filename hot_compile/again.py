@@ -12,6 +12,10 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hot_compile.passes.base.graph import graphs_of
+from hot_compile.passes.cost.tuned import in_job
 
 SAME = 0.05
 """Relative difference of an output's values up to which it is the same: more than what bf16 loses
@@ -174,6 +178,25 @@ def cuda_devices(args: Sequence[Any]) -> list[int]:
     """Numbers of the GPUs that some tensors are on."""
     devices = {a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"}
     return sorted(device.index or 0 for device in devices)
+
+
+def only_once(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """Why a step of one of Dynamo's graphs cannot be done again; empty if it can be.
+
+    What tensors of other classes hold is not known, and what a step sends to other processes, they
+    await once.
+    """
+    if any(map(is_traceable_wrapper_subclass, example_inputs)):
+        return "its tensors are of a class of their own"
+    if in_job() and any("c10d" in n or "torch.distributed" in n for n in called_in(gm)):
+        return "it sends something to other processes"
+    return ""
+
+
+def called_in(gm: fx.GraphModule) -> Iterator[str]:
+    """Names of all that one of Dynamo's graphs calls, with their modules'."""
+    nodes = (node for graph in graphs_of(gm) for node in graph.nodes)
+    return (f"{node.target} {getattr(node.target, '__module__', '')}" for node in nodes)
 
 
 def differentiable(value: Any) -> bool:

@@ -34,7 +34,7 @@ from .observing.gauge import Gauge, Watched
 from .observing.logit_guard import LogitGuard
 from .observing.monitor import Monitor, monitor_of
 from .observing.watching import Doubled, Twin, Watch
-from .passes.base.graph import module_path, readable
+from .passes.base.graph import graphs_of, module_path, readable
 from .passes.base.site import bytes_of
 from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
@@ -454,8 +454,7 @@ def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any
 
 def _attends(gm: fx.GraphModule) -> bool:
     """Some operator of Dynamo's graph, or of a region of it, may be a fused attention."""
-    graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
-    return any("attention" in str(node.target) for graph in graphs for node in graph.nodes)
+    return any("attention" in str(node.target) for g in graphs_of(gm) for node in g.nodes)
 
 
 def trains(example_inputs: Sequence[Any]) -> bool:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -26,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .again import compiled_node
 from .observing.auto import forget
+from .passes.base.files import write_whole
 from .passes.option_warnings import LESS, tell
 from .passes.storage.fit_budget import Allowance, BudgetReport
 from .runtime.native.build import cache_dir
@@ -109,10 +109,7 @@ class Share:
         if self.note is None or self.first is None or not self.corrections or self.between:
             return
         with contextlib.suppress(OSError):
-            self.note.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.note.parent, delete=False) as file:
-                json.dump((self.allowed or 0) - self.first, file)
-            Path(file.name).replace(self.note)
+            write_whole(self.note, json.dumps((self.allowed or 0) - self.first))
 
     def told(self, met: BudgetReport) -> None:
         """It was compiled."""

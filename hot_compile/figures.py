@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .config import OBJECTS, Strategy
+from .passes.base.files import write_whole
 from .passes.base.graph import readable
 from .passes.pipeline import sources_hash
 from .passes.plan import Plan
@@ -57,11 +57,7 @@ class Figures:
     def save(self, digest: str) -> None:
         """Keep them for a process that gets this graph from Inductor's cache; or do nothing."""
         with contextlib.suppress(OSError):
-            path = _noted(digest)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(dataclasses.asdict(self), file)
-            Path(file.name).replace(path)
+            write_whole(_noted(digest), json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def load(cls, digest: str) -> Figures | None:

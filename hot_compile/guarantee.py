@@ -22,12 +22,10 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .again import SAME, Again, compiled_for, compiled_node, mutated_places, twin
+from .again import SAME, Again, compiled_for, compiled_node, mutated_places, only_once, twin
 from .config import HotConfig, Memory
 from .errors import HotError, OptionWarning
-from .passes.cost.tuned import in_job
 from .record import GraphReport
 from .reproduction import cause, write_reproduction
 
@@ -107,7 +105,7 @@ class Guaranteed:
         self._reports: list[GraphReport] = []
         self._failure: tuple[str, Exception] | None = None
         """The first that was not told of yet, and where it was."""
-        self.settled = _once_only(gm, example_inputs)
+        self.settled = bool(only_once(gm, example_inputs))
         """A backward is through, or none could be done again."""
         self._run = self._compiled(gm)
         self._mutated = mutated_places(TracingContext.try_get(), example_inputs)
@@ -291,13 +289,3 @@ def _alike(node: Any, other: Any) -> bool:
 
 def _on_gpu(example_inputs: Sequence[Any]) -> bool:
     return any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
-
-
-def _once_only(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """A step cannot be done again: what it sends to other processes, they await once, and what
-    tensors of other classes hold is not known."""
-    if any(map(is_traceable_wrapper_subclass, example_inputs)):
-        return True
-    graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
-    names = (f"{n.target} {getattr(n.target, '__module__', '')}" for g in graphs for n in g.nodes)
-    return in_job() and any("c10d" in name or "torch.distributed" in name for name in names)

@@ -25,6 +25,22 @@ class MLP(nn.Module):  # torch 2.11 compiles no nn.Sequential in place, by any b
         return self.last(self.first(x).relu())
 
 
+class Busy(nn.Module):
+    """All that a second run could disturb: batch norm, an input changed in place, and dropout."""
+
+    def __init__(self, dropped=0.0):
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Linear(96, 64)
+        self.dropped = dropped
+        self.register_buffer("count", torch.zeros(64))
+
+    def forward(self, x):
+        self.count.add_(1)
+        y = self.norm(self.fc1(x)).relu()
+        y = F.dropout(y, self.dropped) if self.dropped else y
+        return self.fc2(y) + self.count
+
+
 class WithLoss(nn.Module):
     """A classifier that returns its loss."""
 

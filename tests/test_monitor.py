@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from samples_models import Busy
 from torch import nn
 
 import hot_compile
@@ -239,19 +240,6 @@ def test_storage_is_blamed_where_no_layer_is():
     assert last["0"] == "int4"  # does no harm
 
 
-class Busy(nn.Module):
-    """All that a second run could disturb: batch norm, dropout, an input changed in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Linear(96, 64)
-        self.register_buffer("count", torch.zeros(64))
-
-    def forward(self, x):
-        self.count.add_(1)
-        return self.fc2(F.dropout(self.norm(self.fc1(x)).relu(), 0.3)) + self.count
-
-
 def test_watching_changes_no_step_and_the_twin_repeats_it():
     """Everything exact: the twin's gradients are the step's, and training is that of no monitor."""
     seen, runs = [], []
@@ -259,7 +247,7 @@ def test_watching_changes_no_step_and_the_twin_repeats_it():
     for every in (1, 10**6):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Busy()
+        model = Busy(0.3)
         monitor = hot_compile.Monitor(every, callback=lambda _, found: seen.append(found))
         step, gradients = compiled(model, monitor, **options), []
         for _ in range(3):

@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hot_compile.again import called_in, only_once
 from hot_compile.observing.auto import step_being_compiled
 from hot_compile.observing.monitor import KEPT_AS, Monitor, Qualities
 from hot_compile.observing.raising import Stored, bits_by_tensor
+from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.tuned import in_job
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ class Findings:
     def save(self, path: Path) -> None:
         """Write it whole or not at all; a folder that cannot be written is none."""
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                file.write(self.text)
-            Path(file.name).replace(path)
+            write_whole(path, self.text)
 
 
 def folder() -> Path:
@@ -207,15 +204,9 @@ def settings_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def cannot_be_repeated(gm: fx.GraphModule, examples: Sequence[Any]) -> str:
     """Why a graph cannot be run a second time, operator by operator; empty if it can be."""
-    if any(map(is_traceable_wrapper_subclass, examples)):
-        return "its tensors are of a class of their own"
-    graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
-    names = [f"{n.target} {getattr(n.target, '__module__', '')}" for g in graphs for n in g.nodes]
-    if any("flex_attention" in name for name in names):
+    if any("flex_attention" in name for name in called_in(gm)):
         return "flex attention takes too much memory uncompiled"
-    if in_job() and any("c10d" in name or "torch.distributed" in name for name in names):
-        return "it sends something to other processes"
-    return ""
+    return only_once(gm, examples)
 
 
 def computes_halves(examples: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 from torch.utils.checkpoint import checkpoint
 
 from hot_compile.again import Again, cuda_devices, differentiable, mutated_places
+from hot_compile.passes.base.graph import graphs_of
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.measure.sketch import sketch
 
@@ -141,7 +142,7 @@ class Eager:
 
 def draws(gm: fx.GraphModule) -> bool:
     """Some operator of the graph draws random numbers: compiled code draws others."""
-    return any(_draws(node) for part in _graphs(gm) for node in part.nodes)
+    return any(_draws(node) for graph in graphs_of(gm) for node in graph.nodes)
 
 
 def _draws(node: fx.Node) -> bool:
@@ -154,10 +155,6 @@ def _draws(node: fx.Node) -> bool:
         given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
         return bool(given.get("training", True)) and bool(given.get("p", 0.5))
     return any(word in name for word in _RANDOM) or "rnn" in name or name in ("lstm", "gru")
-
-
-def _graphs(gm: fx.GraphModule) -> Iterable[fx.Graph]:
-    return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
 
 
 def _keep(found: dict[str, Tensor], name: str | None, leaf: Tensor) -> None:

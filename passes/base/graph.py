@@ -80,6 +80,11 @@ def named_inputs(graph: fx.Graph, names: Sequence[str | None]) -> dict[fx.Node, 
     return found
 
 
+def graphs_of(gm: fx.GraphModule) -> list[fx.Graph]:
+    """Its graph, and those of regions in it."""
+    return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+
+
 def walk(seeds: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """``seeds``, and all nodes that one comes to from them by ``step``s."""
     found: set[fx.Node] = set()

@@ -11,10 +11,8 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.runtime.native.build import cache_dir
 from hot_compile.runtime.native.providers import runtime_version, status
@@ -79,13 +78,10 @@ def save(device: torch.device, rates: Rates) -> Path:
         OSError: the folder cannot be made or written.
     """
     path = path_of(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = _rounded(dataclasses.asdict(rates))
     del kept["source"]
     data = {**identity_of(device), "rates": kept}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(json.dumps(data, indent=1) + "\n")
-    os.replace(file.name, path)
+    write_whole(path, json.dumps(data, indent=1) + "\n")
     return path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import aten, closure
+from hot_compile.passes.base.graph import aten, closure, walk
 from hot_compile.passes.base.operators import MATRIX_PRODUCTS, is_pointwise
 from hot_compile.passes.head.operands import (
     NotUnderstood,
@@ -296,14 +296,7 @@ class Following:
 
 def ancestors(values: Iterable[fx.Node]) -> set[fx.Node]:
     """``values`` of a body and what they are made of."""
-    found: set[fx.Node] = set()
-    stack = list(values)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+    return walk(values, lambda node: node.all_input_nodes)
 
 
 def _tags(node: fx.Node) -> Any:
