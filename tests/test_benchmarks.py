@@ -160,28 +160,6 @@ def test_largest_batch_compiles_once(program, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_instructions(program):
-    rows = program("instructions").main(schemes="groups6,rows8", rows=256, columns=512)
-    assert len(rows) == 4
-    assert all(row.instructions is None or 5 < row.instructions < 150 for row in rows)
-
-
-def test_gradient_rows(program):
-    """As docs/adr/0027 says: quantising takes a producer more instructions than a kernel apart."""
-    rows = program("gradient_rows").main(rows=8192, columns=768)
-    made, quantised, turned = rows[:3]
-    assert [row.what for row in rows] == ["as it is", "quantised", "quantised"] * 2
-    assert made.instructions < turned.instructions < quantised.instructions
-    assert rows[4].instructions > rows[3].instructions + 20
-
-
-def test_restoring_takes_no_more_instructions_where_a_row_is_no_multiple_of_a_block(program):
-    counted = program("instructions").main
-    wide, narrow = (counted(schemes="groups6,int4", rows=512, columns=n) for n in (1024, 1536))
-    for one, other in zip(wide, narrow, strict=True):
-        assert other.instructions == pytest.approx(one.instructions, abs=3)
-
-
 def test_packing(program, monkeypatch, tmp_path):
     packing, file = program("packing"), tmp_path / "packing.json"
     monkeypatch.setattr(packing, "WIDTHS", (128,))
