@@ -13,8 +13,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hot_compile
-from hot_compile import cli, doctor
-from hot_compile.cli import app
+from hot_compile import cli
+from hot_compile.cli import app, doctor
 
 NARROW = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
 
@@ -80,7 +80,7 @@ def test_what_does_not_run_is_not_ready(cpu_only, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_named(cpu_only, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cli, "tried", lambda kind: "no folder")
+    monkeypatch.setattr(doctor, "tried", lambda kind: "no folder")
     told = json.loads(invoke("doctor", "--json", code=1))
     assert "cannot be written" in told["operators' cache"]
     assert "XDG_CACHE_HOME" in told["operators' cache"]
@@ -90,15 +90,13 @@ def test_a_cache_that_cannot_be_written_is_named(cpu_only, monkeypatch, tmp_path
 def test_without_inductors_cache_nothing_is_ready(tmp_path):
     """torch cannot even import Inductor then."""
     (tmp_path / "file").touch()
-    code = """if True:
-        from hot_compile.doctor import inductors_cache, tried
-        print(inductors_cache(), tried("cpu"))"""
+    command = [sys.executable, "-m", "hot_compile", "doctor", "--json"]
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "x"), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert str(tmp_path / "file" / "x") in done.stdout
-    assert "NotADirectoryError" in done.stdout
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert str(tmp_path / "file" / "x") in told["Inductor's cache"]
+    assert "NotADirectoryError" in told["cpu"]
+    assert told["ready"] == []
 
 
 @pytest.fixture(scope="module")

@@ -114,9 +114,9 @@ def test_the_readme_fits_on_two_screens():
 def test_the_list_of_readers_is_made_of_the_rules():
     page = ROOT / "docs" / "tolerance.md"
     readers = {None: "{}", True: "{}", False: "computed again: {}"}
-    rows = (f"- **{readers[rule.with_gradient].format(rule.reader)}**: {rule.then}" for rule in RULES)
+    named = ((readers[rule.with_gradient].format(rule.reader), rule.then) for rule in RULES)
     whole = {"width": COLUMNS, "subsequent_indent": "  ", "break_on_hyphens": False}
-    table = "\n".join(textwrap.fill(row, **whole) for row in rows)
+    table = "\n".join(textwrap.fill(f"- **{reader}**: {then}", **whole) for reader, then in named)
     before, old, after = re.split(
         r"(?<=<!-- readers -->\n)(.*?)(?=<!-- end -->)", page.read_text(), flags=re.S
     )

@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from rich.console import Console
-from torch._dynamo.utils import dynamo_timed
 
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
@@ -209,6 +208,8 @@ def build(extension: Extension) -> Path:
 
 
 def _build_into(extension: Extension, compiler: tuple[str, ...], target: Path) -> None:
+    from torch._dynamo.utils import dynamo_timed  # which makes Inductor's cache; doctor may not
+
     console = Console(stderr=True, highlight=False, markup=False)
     compiling = f"hot_compile: building {extension.name} with {' '.join(compiler)}, once ..."
     console.print(compiling, soft_wrap=True)  # one line, however long a path is

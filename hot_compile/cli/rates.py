@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .errors import BuildError
-from .passes.cost import tuned
-from .passes.cost.devices import table_entry, tune
-from .passes.cost.linear import Rates
-from .progress import progress
-from .runtime.native.providers import status
-from .tables import PlainTable
+from hot_compile.errors import BuildError
+from hot_compile.passes.cost import tuned
+from hot_compile.passes.cost.devices import table_entry, tune
+from hot_compile.passes.cost.linear import Rates
+from hot_compile.progress import progress
+from hot_compile.runtime.native.providers import status
+from hot_compile.tables import PlainTable
 
 _UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6))
 _BYTES = {

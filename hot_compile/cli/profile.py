@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .errors import ProfileFormatError
-from .passes.profile.profile import SIDES, LayerProfile, Profile
-from .tables import PlainTable
+from hot_compile.errors import ProfileFormatError
+from hot_compile.passes.profile.profile import SIDES, LayerProfile, Profile
+from hot_compile.tables import PlainTable
 
 app = typer.Typer(
     help="Profiles made by hot_compile.calibrate, and what looks found.", no_args_is_help=True
@@ -76,7 +76,9 @@ def diff(
 @app.command(epilog="Example: hot-compile profile forget")
 def forget() -> None:
     """Forget what looks at earlier runs found: the next run starts anew (docs/acceptance.md)."""
-    from .observing.acceptance import folder  # with torch, which other commands need not wait for
+    from hot_compile.observing.acceptance import (
+        folder,  # with torch, which other commands need not wait for
+    )
 
     files = list(folder().glob("*.json"))
     for file in files:

@@ -12,19 +12,13 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from .errors import OptionError
-from .inspect import Explanation, megabytes
-from .page import save_page
-from .planning import (
-    Made,
-    Prediction,
-    largest_batch,
-    maker,
-    predict,
-)
-from .sizes import memory_bytes
-from .stock import STOCK
-from .tables import PlainTable
+from hot_compile.errors import OptionError
+from hot_compile.inspect import Explanation, megabytes
+from hot_compile.page import save_page
+from hot_compile.planning import Made, Prediction, largest_batch, maker, predict
+from hot_compile.sizes import memory_bytes
+from hot_compile.stock import STOCK
+from hot_compile.tables import PlainTable
 
 _SIZES = {
     "held from forward to backward": "held",

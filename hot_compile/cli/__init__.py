@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import time
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,19 +11,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from . import __version__, plan_cli, profile_cli, tune_cli
-from .doctor import inductors_cache, tried, unwritable
-from .errors import BuildError, OptionError, PassDisabledError, ScriptError
-from .progress import progress
-from .runtime.native import build as building
-from .runtime.native.providers import Provider, status
-from .tables import PlainTable
+from hot_compile import __version__
+from hot_compile.errors import BuildError, OptionError, PassDisabledError, ScriptError
+from hot_compile.runtime.native import build as building
+
+from . import doctor, profile
 
 TRAINING, LOOKING, MACHINE = "Train", "Look inside", "This machine"
 """Groups of commands."""
 app = typer.Typer(no_args_is_help=True)
 console = Console()
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 Script = Annotated[str, typer.Argument(help="a Python file, or with -m a module")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="the script's own")]
@@ -35,6 +30,13 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="an option; may be given several times"),
 ]
 Module = Annotated[bool, typer.Option("-m", help="run a module, as python -m does")]
+_MODEL = (
+    "timm:NAME, or MODULE:FUNCTION (also of a file in this folder), a function of the batch that"
+    " returns (model, inputs)"
+)
+_DEVICES = (
+    "h200, h100, a100, a10, rtx3090, l4, l40s, rtx4090, cpu, or a file that hot-compile tune made"
+)
 _AS_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """What comes behind the script is the script's."""
 
@@ -74,7 +76,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a script, with backend "hot" where it asks torch.compile for its default or for "hot"."""
-    from . import launch  # with Inductor, which other commands need not wait for
+    from hot_compile import launch  # with Inductor, which other commands need not wait for
 
     try:
         options = launch.parse_settings(settings or (), recipe)
@@ -120,8 +122,8 @@ def certify(
 
     Gradients are compared with exact ones; step time and peak are measured, nothing is predicted.
     """
-    from . import certify as certifying  # with Inductor, as above
-    from . import launch
+    from hot_compile import certify as certifying  # with Inductor, as above
+    from hot_compile import launch
 
     try:
         options = launch.parse_settings(settings or (), recipe)
@@ -136,9 +138,65 @@ def certify(
     raise typer.Exit(code)
 
 
-app.command(rich_help_panel=LOOKING, epilog=plan_cli.EXAMPLE)(plan_cli.plan)
-app.add_typer(profile_cli.app, name="profile", rich_help_panel=LOOKING)
-app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile tune --show")(tune_cli.tune)
+@app.command(
+    rich_help_panel=LOOKING,
+    epilog="Example: hot-compile plan --model timm:vit_base_patch16_224 --batch 256 --device h200",
+)
+def plan(
+    model: Annotated[str, typer.Option(help=_MODEL)],
+    batch: Annotated[int, typer.Option(min=1, help="samples in a step")],
+    device: Annotated[str, typer.Option(help=_DEVICES)],
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, or by autocast bf16, fp16")] = "fp32",
+    recipe: Annotated[str, typer.Option(help="as for torch.compile's option")] = "hot",
+    optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd")] = "adamw",
+    memory: Annotated[
+        str | None, typer.Option(help="e.g. 24GiB: which batch is the largest that fits?")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="e.g. 16GiB: keep the step's peak below, as peak_budget")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write the page of it, too")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Predict what would be done to a model, and what a step would hold. Nothing runs."""
+    sys.path.insert(0, str(Path.cwd()))  # as Python does for a script or `python -m`
+    from .plans import show  # Inductor: seconds that no other command should wait for
+
+    show(model, batch, device, dtype, recipe, optimizer, memory, budget, html, as_json)
+
+
+app.add_typer(profile.app, name="profile", rich_help_panel=LOOKING)
+
+
+@app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile tune --show")
+def tune(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1; by default every device found")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="only show what was measured")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="forget what was measured")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="with --show: print JSON instead of a table")
+    ] = False,
+) -> None:
+    """Measure in seconds what this machine's devices sustain, for the planner; show and keep it.
+
+    Nothing else measures: without this command graphs are planned by a built-in table. Run it while
+    nothing else runs. Graphs are planned anew by what was found.
+    """
+    from . import rates  # with the cost model, which other commands need not wait for
+
+    if show and reset:
+        raise typer.BadParameter("got both --show and --reset; expected one of them, or neither.")
+    if as_json and not show:
+        raise typer.BadParameter("got --json without --show; expected both: measure, then show.")
+    found = rates.devices(device)
+    if as_json:
+        rates.show_json(found)
+        return
+    action = rates.show if show else rates.reset if reset else rates.measure
+    for one in found:
+        action(one)
 
 
 @app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile build --device cuda")
@@ -168,7 +226,7 @@ def wheel(
     ] = None,
 ) -> None:
     """Make a wheel of this source tree with the operators inside. See docs/wheels.md."""
-    from .runtime.native.wheel import make_wheel  # wanted here only
+    from hot_compile.runtime.native.wheel import make_wheel  # wanted here only
 
     try:
         path = make_wheel(Path.cwd(), output, device or ["cpu"], libraries_of or ())
@@ -178,64 +236,4 @@ def wheel(
     console.print(Text(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"))
 
 
-@app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile doctor")
-def doctor(as_json: AsJson = False) -> None:
-    """Say what is found, run a small training step on it. Exit code 1 if no device is ready."""
-    rows = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "compiler": _compiler(),
-        "operators' cache": _folder(building.cache_dir(), "XDG_CACHE_HOME"),
-        "Inductor's cache": _folder(inductors_cache(), "TORCHINDUCTOR_CACHE_DIR"),
-    }
-    kinds, ready = ("cpu", "cuda"), []
-    with progress(len(kinds)) as begin:
-        for kind in kinds:
-            begin(f"running a training step on {kind}")
-            rows[kind], works = _device(status(kind))
-            ready += [kind] * works
-    end = f"Ready: {', '.join(ready)}." if ready else "Nothing is ready: every layer stays exact."
-    if not torch.cuda.is_available():
-        end += " There is no GPU that torch finds."
-    if as_json:
-        print(json.dumps({"version": __version__, **rows, "ready": ready}, indent=1))
-    else:
-        table = PlainTable(f"hot-compile {__version__}", "what", "found")
-        for row in rows.items():
-            table.add(*row)
-        console.print(table, Text(end, style="green" if ready else "red"))
-    if not ready:
-        raise typer.Exit(1)
-
-
-def _folder(folder: Path, variable: str) -> str:
-    problem = unwritable(folder)
-    told = f"cannot be written ({problem}); set {variable} to a folder that can"
-    return f"{folder}: {told}" if problem else str(folder)
-
-
-def _device(provider: Provider) -> tuple[str, bool]:
-    """What is said of a device, and whether a training step ran there."""
-    facts = "; ".join(part for part in (provider.reason, provider.origin) if part)
-    if not provider.available:
-        if provider.device_type == "cuda" and not torch.cuda.is_available():
-            return f"not needed, torch finds no GPU; to build for one: {facts}", False
-        return f"missing: {facts}", False
-    if provider.device_type == "cuda" and not torch.cuda.is_available():
-        return f"not ready, torch finds no GPU; {facts}", False
-    start = time.perf_counter()
-    if problem := tried(provider.device_type):
-        return f"not ready, a training step failed: {problem}; {facts}", False
-    seconds = time.perf_counter() - start
-    return f"ready, a training step ran in {seconds:.0f} s, compiling included; {facts}", True
-
-
-def _compiler() -> str:
-    try:
-        return " ".join(building.find_compiler())
-    except BuildError as error:
-        return str(error)
-
-
-if __name__ == "__main__":
-    app()
+app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile doctor")(doctor.doctor)
