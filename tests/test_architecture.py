@@ -181,6 +181,67 @@ def test_no_file_imports_itself_in_a_circle():
     assert not needs, f"each of these imports another of them: {sorted(needs)}"
 
 
+ELSEWHERE = {
+    "test_cli": "cli/doctor cli/profile",
+    "test_planning": "cli/plans stock",
+    "test_tuned": "cli/rates cost/devices",
+    "test_launch": "figures summary",
+    "test_memory": "accounting",
+    "test_backend": "inspect context",
+    "test_guarantee": "again reproduction hooks",
+    "test_head_models": "detached_logits frameworks",
+    "test_one_read": "distributions",
+    "test_trainers": "integrations/accelerate",
+    "test_calibration": "observing/collector profile/profile",
+    "test_acceptance": "observing/eager base/files",
+    "test_certificate": "observing/evidence",
+    "test_raising": "observing/gauge",
+    "test_monitor": "observing/watching",
+    "test_page": "timeline hot_compile/record storage/record",
+    "test_errors": "option_warnings",
+    "test_strategies": "base/emit cost/linear measure/linear",
+    "test_match": "base/site",
+    "test_plan": "layers/decision",
+    "test_golden": "layers/rewrite",
+    "test_conv_models": "layers/rewrite_conv",
+    "test_stems": "exact/forms",
+    "test_product": "forward/choose measure/observe",
+    "test_head": "head/chunks head/find head/fused head/operands head/plan head/sizes head/rewrite",
+    "test_head_forms": "head/facts head/parts head/quantised head/rules",
+    "test_head_losses": "head/proportional head/softmax head/bodies head/rows",
+    "test_stored": "profile/lqs",
+    "test_trial": "storage/chain storage/probe",
+    "test_normalised": "storage/norms",
+    "test_schemes": "storage/offers",
+    "test_store": "storage/crossers",
+    "test_prices": "storage/choose",
+    "test_budget": "storage/fit_budget storage/predicted_peak",
+    "test_logits": "storage/logit_errors observing/logit_guard",
+    "test_pack": "storage/layout coding",
+    "test_functions": "runtime/pointwise",
+    "test_build": "native/extensions",
+    "test_wheel": "native/prebuilt",
+    "test_cuda_compiles": "native/toolkit",
+    "test_reference": "arithmetic reference/gemm reference/storage two_reads reference/sizes",
+}
+"""By file of tests: modules without one of their name, whose work shows in something whole."""
+
+
+def test_tests_have_the_names_of_modules():
+    """``test_<module>``, or ``test_<room>_<module>``, or where ``ELSEWHERE`` says."""
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    paths = [path for _, path in modules() if not path.stem.startswith("__")]
+    assert ELSEWHERE.keys() <= tests
+    listed = {f"/{name}": False for names in ELSEWHERE.values() for name in names.split()}
+    for path in paths:
+        place = "/" + str(path.relative_to(ROOT).with_suffix(""))
+        named = tests & {f"test_{path.stem}", f"test_{path.parent.stem}_{path.stem}"}
+        found = [name for name in listed if place.endswith(name)]
+        listed.update(dict.fromkeys(found, True))
+        assert named or found or path.stem == "testing", f"{place} has no tests"
+    assert all(listed.values()), f"no such module: {[n for n, seen in listed.items() if not seen]}"
+
+
 def sources():
     for pattern in ("*.py", "*.cpp", "*.hpp", "*.inl", "*.cu", "*.cuh"):
         for path in ROOT.rglob(pattern):

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from hot_compile import explain
 from hot_compile.cli import app
-from hot_compile.errors import OptionError
 from hot_compile.passes.cost.devices import CAPABILITIES, rates_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.planning import (
@@ -23,7 +22,6 @@ from hot_compile.planning import (
     maker,
     predict,
 )
-from hot_compile.sizes import memory_bytes
 from hot_compile.stock import STOCK
 
 MODULE = """
@@ -117,19 +115,6 @@ def test_the_largest_batch_fits_where_bytes_jump():
             assert found is None
         else:
             assert total(found) <= memory < total(found + 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 * 2**30), ("1.5 GB", 1500 * 10**6), ("80MiB", 80 * 2**20)]
-)
-def test_memory_has_a_unit(text, size):
-    assert memory_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "24gigs", ""])
-def test_memory_without_a_unit_is_refused(text):
-    with pytest.raises(OptionError, match=r"expected a number with GiB, MiB, GB, MB, e\.g\. 24GiB"):
-        memory_bytes(text)
 
 
 class Data(html.parser.HTMLParser):
