@@ -50,10 +50,12 @@ class Way:
     """The part did something to the graph."""
 
 
-_MIXED = "triton.mix_order_reduction"
-"""Torch's fusion of a sum over rows with one over columns. In 2.11 to 2.14 it stops compiling
-(``AssertionError: 256 v.s. 128``, ``MixOrderReduction.get_numel_rnumel``) where two sums over rows
-of different lengths, split alike, were fused before."""
+_TORCHS = {"triton.mix_order_reduction": False, "triton.coalesce_tiling_analysis": False}
+"""Two optimisations of Inductor on a GPU that stop compiling some of our graphs in 2.11 to 2.14.
+The fusion of a sum over rows with one over columns (``AssertionError: 256 v.s. 128``,
+``MixOrderReduction.get_numel_rnumel``) does where two sums over rows of different lengths, split
+alike, were fused before; the analysis of tiles (an assertion in ``get_pw_red_splits``) where sizes
+are symbols and streams of tokens are joined."""
 
 
 def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
@@ -69,8 +71,10 @@ def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
         ("gathered calls", {"gathered": False}, lambda report: bool(report.plan.rewritten)),
     ]
     yield Way("", config)
-    if on_gpu and _MIXED in inductor_config.get_config_copy():
-        yield Way("Inductor's mixed-order reductions", config, patches={_MIXED: False})
+    known = inductor_config.get_config_copy()
+    torchs = {name: value for name, value in _TORCHS.items() if name in known}
+    if on_gpu and torchs:
+        yield Way("Inductor's mixed-order reductions and tile analysis", config, patches=torchs)
     for name, fields, used in parts:
         if any(getattr(config, field) != value for field, value in fields.items()):
             yield Way(name, dataclasses.replace(config, **fields), used=used)

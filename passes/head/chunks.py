@@ -16,7 +16,7 @@ from torch import fx
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, closure, made_of_tangents, untranspose, walk
 from hot_compile.passes.head.facts import Fact, Leaf, Reader, ancestors
-from hot_compile.passes.head.operands import NotUnderstood, Window, args_of, numel
+from hot_compile.passes.head.operands import NotUnderstood, Window, args_of, is_one, numel
 from hot_compile.passes.head.proportional import ScalarTangent
 from hot_compile.passes.head.rules import follow
 from hot_compile.passes.head.sizes import as_arguments, minus, size_of
@@ -216,9 +216,12 @@ class Writer:
             for number in range(count)
         }
         wanted = ancestors(values)
+        device = next(iter(self._chunks.results)).meta["val"].device
         for node in self._chunks.at.body.nodes:
             if node in wanted and node.op == "placeholder":
                 copies[node] = inputs[self._places[node.meta["leaf"]]]
+            elif node in wanted and _to_one_column(node):
+                copies[node] = _chosen(graph, node, copies, device)
             elif node in wanted:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[value] for value in values))
@@ -295,6 +298,32 @@ class Writer:
             count = functools.reduce(lambda a, b: emit(operator.mul, a, b), left)
             node = emit(aten.arange.default, count, dtype=torch.int64, **kind)
         return _widened(emit, emit(aten.reshape.default, node, [-1, 1]), window)
+
+
+def _to_one_column(node: fx.Node) -> bool:
+    """Whether a node of a body gives one column a row another value."""
+    if node.target not in (aten.scatter.value, aten.scatter.src, aten.scatter_add.default):
+        return False
+    base, _, index = args_of(node)[:3]
+    return is_one(args_of(index)[1][1]) and isinstance(args_of(base)[1][1], int)
+
+
+def _chosen(
+    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], device: torch.device
+) -> fx.Node:
+    """A scatter to one column as a choice, which takes no memory in generated code.
+
+    There, on CUDA, torch 2.11 loses what is scattered where a ``slice_scatter`` reads it.
+    """
+    base, _, index, source = args_of(node)[:4]
+    emit = graph.call_function
+    columns = emit(aten.arange.default, (args_of(base)[1][1],), {"device": device})
+    there = emit(aten.eq.Tensor, (columns, copies[index]))
+    value = copies.get(source, source)
+    if node.target is aten.scatter_add.default:
+        value = emit(aten.add.Tensor, (copies[base], value))
+    op = aten.where.self if isinstance(value, fx.Node) else aten.where.ScalarSelf
+    return emit(op, (there, value, copies[base]))
 
 
 def _dtype(node: fx.Node) -> str:
