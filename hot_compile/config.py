@@ -154,7 +154,9 @@ class HotConfig:
     """Give what stays exact a faster form that is as exact (docs/adr/0011, 0013)."""
     head: str = "chunked"
     """"chunked": a wide head and its loss go through rows in chunks, so that neither the logits nor
-    their gradient exist as a whole (docs/adr/0014); exact all the same. "off": as Inductor does."""
+    their gradient exist as a whole (docs/adr/0014); exact all the same. "int8": so, and both
+    products of their gradient on INT8 where that is predicted faster (docs/adr/0033). "off": as
+    Inductor does them."""
     head_min_bytes: int = 2**25
     """Logits of fewer bytes are not worth it."""
     min_gain: float = 1.05
@@ -394,7 +396,7 @@ _PARSERS: dict[str, Any] = {
     "memory_min_bytes": parsers.bytes_of,
     "keep_head": parsers.one_of(True, False),
     "exact_forms": parsers.one_of(True, False),
-    "head": parsers.one_of("chunked", "off"),
+    "head": parsers.one_of("chunked", "int8", "off"),
     "head_min_bytes": parsers.bytes_of,
     "min_gain": parsers.gain,
     "prices": parsers.one_of("measured", "table"),

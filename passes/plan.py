@@ -127,7 +127,9 @@ class Plan:
             )
             forms = tuple(FormDecision(**form) for form in data["exact_forms"])
             heads = tuple(
-                HeadDecision(**{**h, "shape": tuple(h["shape"]), "by": tuple(h["by"])})
+                HeadDecision(
+                    **{**h, "shape": tuple(h["shape"]), "strategy": Strategy(h["strategy"])}
+                )
                 for h in data.get("heads", ())
             )
             forwards = tuple(ForwardDecision(**f) for f in data.get("forwards", ()))

@@ -8,22 +8,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.config import Strategy
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.head.chunks import Chunks, Swap, Writer, as_swaps
 from hot_compile.passes.head.facts import Reader
 from hot_compile.passes.head.operands import numel
-from hot_compile.passes.head.quantised import By
 from hot_compile.passes.head.softmax import Softmax
 
 hot = torch.ops.hot
 _KINDS = ("rows", "total", "columns")
+GRADIENTS = range(2, 5)
+"""Which results of ``hot::head_both`` are gradients."""
 
 
-def write_softmax(chunks: Chunks, softmax: Softmax, in_forward: bool, by: By) -> list[Swap]:
-    """(node, what takes its place) for all of ``chunks.results``."""
-    return _Fused(chunks, softmax, by).swaps(in_forward)
+def write_softmax(chunks: Chunks, softmax: Softmax, in_forward: bool, int8: bool) -> list[Swap]:
+    """(node, what takes its place) for all of ``chunks.results``.
+
+    ``int8``: the gradients' products are on integers.
+    """
+    return _Fused(chunks, softmax, int8).swaps(in_forward)
 
 
 class Rows:
@@ -73,8 +76,9 @@ class Rows:
 class _Fused:
     """The operators of one head."""
 
-    def __init__(self, chunks: Chunks, softmax: Softmax, by: By) -> None:
-        self._chunks, self._softmax, self._by = chunks, softmax, by
+    def __init__(self, chunks: Chunks, softmax: Softmax, int8: bool) -> None:
+        self._chunks, self._softmax = chunks, softmax
+        self._told = (True,) if int8 else ()
         graph, (product,) = chunks.at.products[0].graph, chunks.at.products
         self._later = [n for n in chunks.results if n in chunks.backward]
         self._forward = Emitter(graph, graph.output_node(), product)
@@ -103,11 +107,9 @@ class _Fused:
         assert tangent is not None
         emit = self._forward
         rows = Rows(self._chunks, self._softmax, emit, tangent.units(emit))
-        op, told = self._operator(hot.head_both, hot.head_both_by)
         coefficients = self._coefficients(rows)
-        made = emit(
-            op, *self._given(rows), coefficients, *self._form, self._dtype, self._wanted, *told
-        )
+        op, told = hot.head_both.default, (*self._form, self._dtype, self._wanted, *self._told)
+        made = emit(op, *self._given(rows), coefficients, *told)
         parts = emit.parts(made)
         scaled = [self._backward(aten.mul.Tensor, part, tangent.node) for part in parts[2:]]
         return parts[0], parts[1], scaled
@@ -120,15 +122,11 @@ class _Fused:
         emit = self._backward
         rows = Rows(self._chunks, self._softmax, emit, lambda node: node)
         rows.statistics = statistics
-        op, told = self._operator(hot.head_gradients, hot.head_gradients_by)
         coefficients = self._coefficients(rows)
         given = self._given(rows)
-        made = emit(op, *given, coefficients, None, 1.0, *self._form, self._wanted, *told)
+        op, told = hot.head_gradients.default, (*self._form, self._wanted, *self._told)
+        made = emit(op, *given, coefficients, None, 1.0, *told)
         return statistics, logits, list(emit.parts(made))
-
-    def _operator(self, exact: Any, by: Any) -> tuple[Any, tuple[Any, ...]]:
-        """(operator, its last arguments) for the products of the gradients."""
-        return (exact.default, ()) if self._by[0] == Strategy.EXACT else (by.default, self._by)
 
     @property
     def _x(self) -> fx.Node:

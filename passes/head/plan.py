@@ -9,15 +9,17 @@ import torch
 
 from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.base.site import bytes_of, hint
-from hot_compile.passes.cost.linear import Pricing
+from hot_compile.passes.cost.linear import Pricing, Rates, Shape, predicted_gain
 from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
-from hot_compile.passes.head.quantised import EXACT, By, by, problem
+from hot_compile.passes.layers.strategies import How
 from hot_compile.runtime.head.products import chunk_rows
 
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
 LAYERS_BY_OVERRIDE = "its products are a layer's by override: "
-"""How a head's reason begins if ``override`` gave it a strategy that needs all rows at once."""
+"""How a head's reason begins if ``override`` gave it a strategy that does not work on chunks."""
+INTEGERS = (Strategy.INT8, Strategy.INT4)
+"""Strategies that mean INT8 here: no x is stored, so both are the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,8 @@ class HeadDecision:
     """What exists of either at a time."""
     returned: bool
     """The caller gets the logits, so they are written once for that."""
-    by: By = EXACT
-    """How its gradients' products are computed: exactly, unless ``override`` says otherwise."""
+    strategy: Strategy = Strategy.EXACT
+    """How its gradients' products are computed."""
 
     @property
     def chunked(self) -> bool:
@@ -54,18 +56,16 @@ class HeadDecision:
         return (1 if self.returned else 2) * self.logits_bytes - self.chunk_bytes
 
     @property
-    def strategy(self) -> Strategy:
-        """By which its gradients' products are computed."""
-        return Strategy(self.by[0])
+    def int8(self) -> bool:
+        """Both products of the logits' gradient are on integers."""
+        return self.chunked and self.strategy in INTEGERS
 
 
 def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
     """Choose for one head whether and how it goes in chunks."""
-    strategy = config.overridden(found.name) or Strategy.EXACT
-    way, reason = _choice(found, config, strategy, pricing)
+    way, strategy, reason = _choice(found, config, pricing)
     rows, outputs = found.value.shape
-    x = found.product.args[0 if len(found.product.args) == 2 else 1]
-    inputs, itemsize = shape_of(x)[1], found.value.dtype.itemsize
+    inputs, itemsize = shape_of(found.product.args[-2])[1], found.value.dtype.itemsize
     return HeadDecision(
         name=found.name,
         shape=(str(rows), str(outputs), str(inputs)),
@@ -75,40 +75,72 @@ def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> Hea
         logits_bytes=bytes_of(found.value),
         chunk_bytes=_chunk_bytes(found, hint(rows), hint(outputs), hint(inputs), itemsize),
         returned=not isinstance(found, Refused) and bool(found.returned),
-        by=by(strategy, config),
+        strategy=strategy,
     )
 
 
 def _choice(
-    found: Head | Refused, config: HotConfig, strategy: Strategy, pricing: Pricing
-) -> tuple[str, str]:
+    found: Head | Refused, config: HotConfig, pricing: Pricing
+) -> tuple[str, Strategy, str]:
+    """(way, strategy of the gradients' products, why)."""
+    asked = config.overridden(found.name)
+    forced = asked not in (None, Strategy.EXACT)
+    wanted = asked or (Strategy.INT8 if config.head == "int8" else Strategy.EXACT)
+    off = _left_out(found, config, forced)
+    if off or isinstance(found, Refused):
+        return OFF, asked or Strategy.EXACT, off
+    if wanted is Strategy.EXACT:
+        way, reason = _way(found, False)
+        return way, wanted, reason
+    unfit = _unfit(found, wanted, pricing) or ("" if forced else _loss(found, config, pricing))
+    if unfit and forced:
+        return OFF, wanted, LAYERS_BY_OVERRIDE + unfit
+    way, reason = _way(found, not unfit)
+    if unfit:
+        return way, Strategy.EXACT, f"{reason}; its gradients' products stay exact: {unfit}"
+    own = f"its gradients' products are {wanted}{' by override' if forced else ''}"
+    return way, wanted, f"{reason}; {own}"
+
+
+def _left_out(found: Head | Refused, config: HotConfig, forced: bool) -> str:
+    """Why the head stays as it is, if anything says so."""
     if config.head == "off":
-        return OFF, "head='off'"
+        return "head='off'"
     if not config.keep_head:
-        return OFF, "keep_head=False: the head's products are a layer's as any other"
-    forced = strategy is not Strategy.EXACT
+        return "keep_head=False: the head's products are a layer's as any other"
     if not forced and any(fnmatchcase(found.name, glob) for glob in config.exclude):
-        return OFF, f"in exclude={list(config.exclude)}"
+        return f"in exclude={list(config.exclude)}"
     if isinstance(found, Refused):
-        return OFF, found.reason
+        return found.reason
     if not all(isinstance(n, int) for n in found.value.shape[1:]):
-        return OFF, "a vocabulary of symbolic size"
-    if forced and found.softmax is None:
-        return OFF, f"{LAYERS_BY_OVERRIDE}{strategy} works on the gradient of a softmax only"
-    if forced and (unfit := _unfit(found, config, strategy, pricing)):
-        return OFF, f"{LAYERS_BY_OVERRIDE}{unfit}"
-    own = f"; its gradients' products are {strategy} by override" if forced else ""
-    way, reason = _way(found, forced)
-    return way, reason + own
+        return "a vocabulary of symbolic size"
+    return ""
 
 
-def _unfit(found: Head, config: HotConfig, strategy: Strategy, pricing: Pricing) -> str | None:
+def _unfit(found: Head, strategy: Strategy, pricing: Pricing) -> str | None:
     """Why the strategy cannot work on chunks of this head."""
+    if found.softmax is None:
+        return f"{strategy} works on the gradient of a softmax only"
+    if strategy not in INTEGERS:
+        return f"{strategy} is no strategy of chunks of rows"
     rates = pricing(found.value.device)
-    return rates if isinstance(rates, str) else problem(strategy, config)
+    return rates if isinstance(rates, str) else None
 
 
-def _way(found: Head, forced: bool) -> tuple[str, str]:
+def _loss(found: Head, config: HotConfig, pricing: Pricing) -> str:
+    """Why integers would be no faster than exact products, if so."""
+    if found.softmax is not None and found.softmax.needs_statistics():
+        return "the gradient's size depends on the logits, which would be multiplied out twice"
+    rates, value = pricing(found.value.device), found.value
+    assert isinstance(rates, Rates)
+    inputs = shape_of(found.product.args[-2])[1]
+    shape = Shape(*map(hint, (*value.shape, inputs)), value.dtype.itemsize)
+    dtype, rates = str(value.dtype).removeprefix("torch."), rates.override(dict(config.rates))
+    gain = predicted_gain(Strategy.INT8, How(), rates, dtype, shape)
+    return "" if gain >= config.min_gain else f"not worth it: int8 predicted {gain:.2f}x exact"
+
+
+def _way(found: Head, integers: bool) -> tuple[str, str]:
     try:
         tangent = found.chunks.tangent()
     except NotUnderstood as why:
@@ -117,7 +149,7 @@ def _way(found: Head, forced: bool) -> tuple[str, str]:
         return FORWARD, "no gradient of it is asked for"
     if found.value.dtype is torch.float16:
         return BACKWARD, "gradients in fp16 underflow before the loss's scale is known"
-    if forced and found.softmax is not None and found.softmax.needs_statistics():
+    if integers and found.softmax is not None and found.softmax.needs_statistics():
         return BACKWARD, "the gradient's size depends on the logits"
     return FORWARD, "the loss's gradient is one number"
 

@@ -14,7 +14,6 @@ from hot_compile.passes.head.chunks import write_chunks
 from hot_compile.passes.head.find import Head, find_heads
 from hot_compile.passes.head.fused import write_softmax
 from hot_compile.passes.head.plan import FORWARD, OFF, HeadDecision, plan_head
-from hot_compile.passes.head.quantised import EXACT
 
 log = logging.getLogger("hot_compile")
 
@@ -29,14 +28,14 @@ def chunk_heads(
     Args:
         graph: a joint graph, changed in place.
         config: the user's options.
-        pricing: of the heads' devices; asked only where a strategy is to work there.
-        observed: all is to be exact, whatever strategies the options name.
+        pricing: of the heads' devices; asked only where products are to be integers.
+        observed: all is to be exact, whatever the options say.
     """
     decisions = []
     for found in find_heads(graph, config.head_min_bytes):
         decision = plan_head(found, config, pricing)
         if observed:
-            decision = dataclasses.replace(decision, by=EXACT)
+            decision = dataclasses.replace(decision, int8=False)
         if decision.chunked and isinstance(found, Head) and not _replace(graph, found, decision):
             decision = dataclasses.replace(decision, way=OFF, reason="its rewriting failed")
         decisions.append(decision)
@@ -49,7 +48,7 @@ def _replace(graph: fx.Graph, head: Head, decision: HeadDecision) -> bool:
     in_forward, softmax = decision.way == FORWARD, head.softmax
     try:
         if softmax is not None and not (in_forward and softmax.needs_statistics()):
-            swaps = write_softmax(head.chunks, softmax, in_forward, decision.by)
+            swaps = write_softmax(head.chunks, softmax, in_forward, decision.int8)
         else:
             swaps = write_chunks(head.chunks, in_forward)
     except Exception:  # what was built so far is used by nobody

@@ -25,7 +25,7 @@ from hot_compile.passes.base.graph import (
 from hot_compile.passes.base.operators import FLOATS, LAYER_PRODUCTS, REDUCTIONS, VIEWS
 from hot_compile.passes.base.schemes import Kind, Scheme
 from hot_compile.passes.base.site import bytes_of
-from hot_compile.passes.head.quantised import GRADIENTS, IN_FORWARD
+from hot_compile.passes.head.fused import GRADIENTS
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.channels_last import in_memory
@@ -248,7 +248,8 @@ def _is_layer(node: fx.Node) -> bool:
 def _is_of_head(node: fx.Node) -> bool:
     """A gradient that a head in chunks made in the forward."""
     maker = node.args[0] if node.target is operator.getitem else None
-    return isinstance(maker, fx.Node) and maker.target in IN_FORWARD and node.args[1] in GRADIENTS
+    made = isinstance(maker, fx.Node) and maker.target is torch.ops.hot.head_both.default
+    return made and node.args[1] in GRADIENTS
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:

@@ -49,18 +49,18 @@ def wide(y: Tensor, parts: tuple[Part, ...]) -> Wide:
     return Wide(y, columns, tuple(own.t() for own in columns))
 
 
-def parts_of(weight: Tensor, bias: Tensor | None, whole: bool = False) -> tuple[Part, ...]:
+def parts_of(weight: Tensor, bias: Tensor | None) -> tuple[Part, ...]:
     """``weight`` [O, I] and ``bias`` [O] in parts.
 
-    The last one may have outputs of zeros at its end. ``whole``: as one part, for products that
-    want all of y's gradient at once. So is a weight with a bias: the library adds that on its way
-    only to a contiguous result, any other it fills with the bias first and reads again.
+    The last one may have outputs of zeros at its end. A weight with a bias is one part: the library
+    adds that on its way only to a contiguous result, any other it fills with the bias first and
+    reads again.
     """
     missing = missing_outputs(weight)
     if not missing:
         return (_part(slice(0, weight.shape[0]), weight, bias),)
     outputs = weight.shape[0]
-    first = 0 if whole or bias is not None else max(0, outputs + missing - ALIGN)
+    first = 0 if bias is not None else max(0, outputs + missing - ALIGN)
     own = None if bias is None else bias[first:]
     last = _part(slice(first, outputs + missing), *_padded(weight[first:], own, missing))
     if not first:

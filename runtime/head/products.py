@@ -7,20 +7,21 @@ nothing back to the host. Products are the library's. Importing this registers t
 * ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again;
 * ``hot::head_both``: both in one go, where the coefficients are known before the loss.
 
-Chunks are rows, whose softmax needs all columns. Their gradients' products are exact; ``both`` and
-``gradients`` take others' instead.
+Chunks are rows, whose softmax needs all columns. Their gradients' products are exact, or with
+``int8`` those of ``integers.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hot_compile.runtime.head.integers import ALIGN, IntegerProducts
 from hot_compile.runtime.head.parts import (
     Part,
     Wide,
@@ -52,17 +53,15 @@ SCHEMAS = {
     ),
     "head_gradients": (
         f"({_HEAD}, Tensor coefficients, Tensor? extra, float extra_scale, {_FORM},"
-        " bool[3] wanted) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
+        " bool[3] wanted, bool int8=False) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
     ),
     "head_both": (
-        f"({_HEAD}, Tensor coefficients, {_FORM}, ScalarType? logits_dtype, bool[3] wanted)"
+        f"({_HEAD}, Tensor coefficients, {_FORM}, ScalarType? logits_dtype, bool[3] wanted,"
+        " bool int8=False)"
         " -> (Tensor statistics, Tensor logits, Tensor grad_x, Tensor grad_weight,"
         " Tensor grad_bias)"
     ),
 }
-
-Multiply = Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
-"""(y's gradient [R, O], x [R, I], W [O, I]) -> (g_x, g_w) of these rows; None: the exact one."""
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 for _name, _schema in SCHEMAS.items():
@@ -118,15 +117,16 @@ def both(
     outer: float,
     logits_dtype: torch.dtype | None,
     wanted: list[bool],
-    multiply: Multiply | None = None,
+    int8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``hot::head_both``; its gradients' products by ``multiply``. Without coefficients: none."""
+    """``hot::head_both``. Without coefficients: no gradients."""
     form, target = Form(inner, cap, outer), _valid(target, weight)
     coefficients = None if coefficients is None else coefficients.contiguous()
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     logits = _logits(x, weight, logits_dtype)
-    outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    made = _Gradients(x, parts, wanted, multiply)
+    outputs, parts = weight.shape[0], parts_of(weight, bias)
+    integers = IntegerProducts(x, weight, wanted) if int8 else None
+    made = _Gradients(x, parts, wanted, integers)
     with exactly(x.device):
         for own, aim, lse, known, scale, theirs, grad_x in made.by_rows(
             (target, 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (logits, 0)
@@ -137,7 +137,7 @@ def both(
             chunk_statistics(chunk, known, left)
             if scale is not None:
                 chunk_gradient(chunk, lse, Gradient(g.whole, scale))
-                made.add(g, own, grad_x)
+                made.add(g, own, aim, grad_x)
     return statistics, logits, *_without_padding(made.sums, outputs)
 
 
@@ -154,16 +154,17 @@ def gradients(
     cap: bool,
     outer: float,
     wanted: list[bool],
-    multiply: Multiply | None = None,
+    int8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``hot::head_gradients``, g_w in fp32; its products by ``multiply``.
+    """``hot::head_gradients``, g_w in fp32.
 
     Its softmax is that of the logits it makes itself: a product of another shape rounds some of
     them the other way, and in bf16 that is 6 % of a probability that should be 1.
     """
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
-    outputs, parts = weight.shape[0], parts_of(weight, bias, multiply is not None)
-    made = _Gradients(x, parts, wanted, multiply)
+    outputs, parts = weight.shape[0], parts_of(weight, bias)
+    integers = IntegerProducts(x, weight, wanted) if int8 else None
+    made = _Gradients(x, parts, wanted, integers)
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     with exactly(x.device):
         for own, aim, lse, known, scale, outside, grad_x in made.by_rows(
@@ -174,7 +175,7 @@ def gradients(
             chunk = Chunk(y.whole, outputs, aim, column, form)
             chunk_statistics(chunk, known)
             chunk_gradient(chunk, lse, Gradient(y.whole, scale, outside, extra_scale))
-            made.add(y, own, grad_x)
+            made.add(y, own, aim, grad_x)
     return _without_padding(made.sums, outputs)
 
 
@@ -182,11 +183,17 @@ class _Gradients:
     """g_x, g_w and g_b as chunks of rows make them, and room for a chunk's y, which all use."""
 
     def __init__(
-        self, x: Tensor, parts: tuple[Part, ...], wanted: list[bool], multiply: Multiply | None
+        self,
+        x: Tensor,
+        parts: tuple[Part, ...],
+        wanted: list[bool],
+        integers: IntegerProducts | None,
     ) -> None:
-        self._x, self._parts, self._multiply = x, parts, multiply
+        self._x, self._parts, self._integers = x, parts, integers
         (rows, inputs), width = x.shape, width_of(parts)
         self._size = chunk_rows(rows, width, inputs, x.element_size(), wanted[1])
+        if integers:
+            self._size = -(-self._size // ALIGN) * ALIGN
         self._buffer = x.new_empty((min(self._size, rows), width))
         self._rooms: dict[int, Wide] = {}
         self.sums = gradients_of(x, width, wanted)
@@ -214,24 +221,18 @@ class _Gradients:
             self._rooms[rows] = wide(self._buffer[:rows], self._parts)
         return self._rooms[rows]
 
-    def add(self, g: Wide, x: Tensor, grad_x: Tensor | None) -> None:
-        """What rows of x whose gradient of y is ``g`` give."""
+    def add(self, g: Wide, x: Tensor, target: Tensor | None, grad_x: Tensor | None) -> None:
+        """What rows of x whose gradient of y is ``g`` give; ``g`` may change."""
         first, self._first = self._first, False  # nothing is there yet to add to
-        own_x = own_weight = None
-        if self._multiply:
-            own_x, own_weight = self._multiply(g.whole, x, self._parts[0].weight)
-        if grad_x is not None and own_x is not None:
-            grad_x.copy_(own_x)
-        elif grad_x is not None:
-            multiply_back(g, self._parts, grad_x)
-        if own_weight is not None:
-            total = self.sums[1]
-            total.copy_(own_weight) if first else total.add_(own_weight)
-        else:
-            for total, own in zip(self._grad_weight, g.transposed, strict=False):
-                add_product(total, own, x, first)
         if self.sums[2].numel():
             self.sums[2].add_(g.whole.sum(0, dtype=torch.float32))
+        if self._integers:
+            self._integers.add(g.whole, x, target, grad_x, self.sums[1])
+            return
+        if grad_x is not None:
+            multiply_back(g, self._parts, grad_x)
+        for total, own in zip(self._grad_weight, g.transposed, strict=False):
+            add_product(total, own, x, first)
 
 
 def _logits_of(
@@ -326,12 +327,13 @@ def _(
     cap: bool,
     outer: float,
     wanted: list[bool],
+    int8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return gradients_of(x, weight.shape[0], wanted)
 
 
 @torch.library.register_fake("hot::head_both")
-def fake_both(
+def _(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -343,8 +345,8 @@ def fake_both(
     outer: float,
     logits_dtype: torch.dtype | None,
     wanted: list[bool],
+    int8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shapes and dtypes of ``both``."""
     statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
     gradients = gradients_of(x, weight.shape[0], wanted)
     return statistics, _logits(x, weight, logits_dtype), *gradients

@@ -61,6 +61,7 @@ _SM90 = (
     _sm90("bf16", "cutlass::bfloat16_t", 128, 256, "Cooperative"),
     _sm90("fp16", "cutlass::half_t", 128, 128, "Pingpong"),
     _sm90("fp32", "float", 128, 128, "Pingpong"),
+    _sm90("add_fp32", "float", 128, 128, "Pingpong", "AddEpilogue"),
     _sm90("s32", "int32_t", 128, 128, "Pingpong"),
     _sm90("rows_bf16", "cutlass::bfloat16_t", 128, 128, "Pingpong", "RowsEpilogue"),
     _sm90("rows_bf16", "cutlass::bfloat16_t", 128, 192, "Cooperative", "RowsEpilogue"),

@@ -12,7 +12,6 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.errors import OptionWarning
 from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.passes.option_warnings import warn_once
 from hot_compile.passes.plan import Plan
 from hot_compile.runtime.head import products
@@ -385,7 +384,7 @@ def test_a_gradient_scaler_sees_what_overflows(scale):
         assert bool(one.isfinite().all()) == bool(other.isfinite().all())
 
 
-# A strategy for the products of the logits' gradient
+# The products of the logits' gradient on integers
 
 
 @pytest.fixture
@@ -394,84 +393,59 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(products, "_LEAST_BYTES", 1)
 
 
-def test_a_strategy_works_on_a_chunk_as_on_a_layer(small_chunks):
-    """g_x lies together, g_w is the sum; statistics and g_b stay as they are."""
-    x, weight, target = torch.randn(24, WIDTH), torch.randn(VOCABULARY, WIDTH), TARGET.flatten()
-    ones, by_hand = torch.ones(24), []
-
-    def multiply(g, x, weight):
-        by_hand.append(STRATEGIES["int8"](g.clone(), x, weight, How()))
-        return by_hand[-1].gx, by_hand[-1].gw
-
-    form, told = (1.0, False, 1.0), ("int8", 8, 0, True, True)
-    head = (x, weight, None, target, None)
-    given = (*head, torch.stack([ones, -ones, 0 * ones]), *form, None, [True] * 3)
-    want = products.both(*given, multiply)
-    got = torch.ops.hot.head_both_by(*given, *told)
-    assert len(by_hand) == 4
-    assert torch.equal(got[2], torch.cat([found.gx for found in by_hand]))
-    assert torch.equal(got[3], sum(found.gw for found in by_hand))
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-    exact = torch.ops.hot.head_both(*given)
-    assert all(torch.equal(got[n], exact[n]) for n in (0, 4))
-    given = (*head, given[5], None, 1.0, *form, [True] * 3)
-    again = torch.ops.hot.head_gradients_by(*given, *told)
-    assert all(torch.equal(one, other) for one, other in zip(again, got[2:], strict=True))
-
-
-def test_operators_with_a_strategy_keep_their_contracts():
-    x, weight = torch.randn(24, WIDTH), torch.randn(VOCABULARY, WIDTH)
-    head, told = (x, weight, torch.randn(VOCABULARY), TARGET.flatten(), None), ("int8", 8, 0, 1, 1)
-    rest = (torch.ones(3, 24), 1.0, False, 1.0, None, [True, True, False])
-    torch.library.opcheck(torch.ops.hot.head_both_by.default, (*head, *rest, *told))
-    rest = (torch.ones(3, 24), None, 1.0, 1.0, False, 1.0, [True] * 3)
-    torch.library.opcheck(torch.ops.hot.head_gradients_by.default, (*head, *rest, *told))
-
-
 @pytest.mark.parametrize(
-    ("strategy", "loss", "way", "dtype"),
+    ("options", "loss", "way", "dtype"),
     [
-        ("int8", ce, FORWARD, torch.float32),
-        ("int8", preference, BACKWARD, torch.bfloat16),
-        ("int4", ce, FORWARD, torch.bfloat16),
-        ("gx-only", preference, BACKWARD, torch.float32),
+        ({"override": {"hea*": "int8"}}, ce, FORWARD, torch.float32),
+        ({"override": {"hea*": "int8"}}, preference, BACKWARD, torch.bfloat16),
+        ({"override": {"hea*": "int4"}}, ce, FORWARD, torch.bfloat16),
+        ({"head": "int8", "min_gain": 0}, ce, FORWARD, torch.float32),
+        ({"head": "int8", "min_gain": 0}, ce, BACKWARD, torch.float16),
     ],
 )
-def test_override_gives_the_gradients_products_a_strategy(
-    small_chunks, recwarn, strategy, loss, way, dtype
+def test_the_gradients_products_may_be_on_integers(
+    small_chunks, recwarn, options, loss, way, dtype
 ):
     model, x = Head(loss, bias=True).to(dtype), inputs().to(dtype)
-    got, (head,) = chunked(model, x, {"override": {"hea*": strategy}})
+    got, (head,) = chunked(model, x, options)
     exact, _ = chunked(model, x)
-    assert (head.way, head.strategy) == (way, strategy)
-    assert f"{strategy} by override" in head.reason
+    assert (head.way, head.int8) == (way, True), head.reason
+    assert f"products are {head.strategy}" in head.reason
     assert [t.dtype for t in got] == [t.dtype for t in exact]
     torch.testing.assert_close(got[0], exact[0])
     assert all(cosine(a, b) > 0.999 for a, b in zip(got, exact, strict=True))
     assert cosine(got[-1], exact[-1]) > 1 - 1e-5  # the bias's is a sum, which stays exact
     assert not torch.equal(got[1], exact[1])
-    assert strategy == "gx-only" or not torch.equal(got[-2], exact[-2])
+    assert not torch.equal(got[-2], exact[-2])
     assert not [w for w in recwarn if issubclass(w.category, OptionWarning)]
 
 
-def test_a_low_pass_of_consecutive_rows_fits_chunks(small_chunks):
-    options = {"override": {"head": "hla8"}, "rows": "consecutive"}
-    got, (head,) = chunked(Head(ce), inputs(), options)
-    exact, _ = chunked(Head(ce), inputs())
-    assert (head.chunked, head.by[0], head.by[2]) == (True, "hla8", 8)
-    assert cosine(got[2], exact[2]) > 0.999
-    assert 0.5 < cosine(got[3], exact[3]) < 0.95  # half of white noise is what a low pass keeps
+def z_loss(logits):
+    return ce(logits) + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "why"), [("hla8", "across the batch"), ("luq", "scales whole tensors")]
+    ("options", "loss", "why"),
+    [
+        ({"min_gain": 1e9}, ce, "not worth it: int8 predicted"),
+        ({"override": {"head": "exact"}}, ce, ""),
+        ({"min_gain": 0, "include": "no layer"}, z_loss, "multiplied out twice"),
+    ],
 )
-def test_a_strategy_that_needs_all_rows_is_a_layers_and_a_warning_says_so(strategy, why):
+def test_integers_are_asked_for_and_not_taken(options, loss, why):
+    got, (head,) = chunked(Head(loss), inputs(), {"head": "int8", **options})
+    exact, _ = chunked(Head(loss), inputs())
+    assert (head.way, head.int8) == (FORWARD, False)
+    assert why in head.reason
+    assert all(torch.equal(one, other) for one, other in zip(got, exact, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["hla8", "gx-only", "luq"])
+def test_a_strategy_that_is_none_of_chunks_is_a_layers_and_a_warning_says_so(strategy):
     warn_once.cache_clear()
-    with pytest.warns(OptionWarning, match=rf"'head' the strategy '{strategy}'.*{why}.*'int8'"):
+    with pytest.warns(OptionWarning, match=rf"'head' the strategy '{strategy}'.*'int8'"):
         _, (head,) = chunked(Head(ce), inputs(), {"override": {"head": strategy}})
     assert not head.chunked
-    assert why in head.reason
 
 
 def test_a_head_with_a_strategy_survives_json():

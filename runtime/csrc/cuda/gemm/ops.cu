@@ -1,4 +1,4 @@
-// Host side of scaled_int_mm and hadamard_int_mm: operands, the choice of kernel, split K.
+// Host side of scaled_int_mm, add_scaled_int_mm and hadamard_int_mm: operands, the choice of kernel, split K.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -217,7 +217,28 @@ Tensor hadamard_int_mm(const Tensor& transformed, const Tensor& equal, const Ten
   return out;
 }
 
+// total [m, n] (fp32) plus the product, in its place: of heads' chunks, where a product's result is
+// as large as all weights of a layer. `first`: total holds nothing yet.
+void add_scaled_int_mm(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                       const Tensor& b_scale, bool first) {
+  constexpr const char* op = "add_scaled_int_mm";
+  check_matrix(total, op, "total");
+  Call call(a);
+  Operands o = operands_of(a, b, a_scale, b_scale, {}, {});
+  STD_TORCH_CHECK(total.scalar_type() == ScalarType::Float && total.is_contiguous() &&
+                      total.size(0) == o.m && total.size(1) == o.n && o.n % 4 == 0,
+                  "hot::", op, ": total is ", total.size(0), " x ", total.size(1),
+                  ", expected contiguous float32 of ", o.m, " x ", o.n, " and whole vectors of 4");
+  DeviceFacts facts = facts_of(call.device);
+  GemmProblem p = problem_of(o, facts, call);
+  p.out = total.data_ptr();
+  p.ldo = o.n;
+  GemmKernel kernel = adding_kernel(facts.hopper && !o.packed, o.k, first);
+  if (o.m > 0 && o.n > 0) kernel(p);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
+  m.impl("add_scaled_int_mm", TORCH_BOX(&add_scaled_int_mm));
   m.impl("scaled_int_mm", TORCH_BOX(&scaled_int_mm));
   m.impl("hadamard_int_mm", TORCH_BOX(&hadamard_int_mm));
 }

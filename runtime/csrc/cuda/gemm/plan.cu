@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <stdexcept>
 
 #include "cuda/gemm/plan.hpp"
 
@@ -135,6 +136,14 @@ GemmPlan plan_hadamard(const GemmShape& s, bool columns, bool crops) {
   }
 #endif
   return split(kSumsSm80, s).plan;
+}
+
+GemmKernel adding_kernel(bool hopper, int64_t k, bool first) {
+#ifdef HOT_SM90
+  if (hopper && k <= kLongestSlice)
+    return first ? gemm_sm90_fp32_128x128 : gemm_sm90_add_fp32_128x128;
+#endif
+  throw std::runtime_error("hot::add_scaled_int_mm: no kernel for this device, or K too long");
 }
 
 GemmPlan plan_gemm(const GemmShape& s) {

@@ -27,6 +27,10 @@ struct GemmPlan {
 
 GemmPlan plan_gemm(const GemmShape&);
 
+// Of a product whose fp32 result is added to what is there, unless it is the `first`. Throws where
+// there is none: not on Hopper, or with sums that int32 cannot hold.
+GemmKernel adding_kernel(bool hopper, int64_t k, bool first);
+
 // Of a product with H16 over its columns, or its rows, in the epilogue; `crops` ends in a block.
 GemmPlan plan_hadamard(const GemmShape&, bool columns, bool crops);
 

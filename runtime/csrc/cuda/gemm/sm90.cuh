@@ -113,6 +113,20 @@ using RowsEpilogue = TransformedEpilogue<Tile, Out, HadamardOfRows>;
 template <class Tile, class Out>
 using ColumnsEpilogue = TransformedEpilogue<Tile, Out, HadamardOfColumns>;
 
+// The same, and what stands in the result's place is added: it is read as the epilogue's source.
+template <class Tile, class Out>
+struct AddEpilogue {
+  using Scaled = typename ScaleEpilogue<Tile, Out>::Scaled;
+  using Add = fusion::Sm90Compute<cutlass::plus, Out, float, kRound>;
+  using Type = fusion::Sm90EVT<Add, fusion::Sm90SrcFetch<Out>, Scaled>;
+
+  static typename Type::Arguments arguments(const GemmProblem& p) {
+    typename Scaled::Arguments scaled = {
+        {{}, {p.a_scale, 0.0f, {}}, {}}, {p.b_scale, 0.0f, {}}, {}};
+    return {{}, scaled, {}};
+  }
+};
+
 struct Pingpong {
   using Main = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
   using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
@@ -127,11 +141,13 @@ struct GemmSm90 {
   using Tile = Shape<Int<TileM>, Int<TileN>, Int<128>>;
   using Cluster = Shape<cute::_2, _1, _1>;
   using Epilogue = EpilogueOf<Tile, Out>;
+  static constexpr bool kAdds = std::is_same_v<Epilogue, AddEpilogue<Tile, Out>>;
+  using Source = std::conditional_t<kAdds, Out, void>;
   static constexpr int kOutAlign = 16 / sizeof(Out);
 
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void,
+      cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, Source,
       cutlass::layout::RowMajor, kOutAlign, Out, cutlass::layout::RowMajor, kOutAlign,
       typename Schedule::Epilogue, typename Epilogue::Type>::CollectiveOp;
   using CollectiveMain = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -159,6 +175,10 @@ struct GemmSm90 {
         {p.m, p.n, p.k, p.batch},
         {p.a, stride_a, p.b, stride_b},
         {Epilogue::arguments(p), nullptr, {}, static_cast<Out*>(p.out), stride_d}};
+    if constexpr (kAdds) {
+      arguments.epilogue.ptr_C = static_cast<Out*>(p.out);
+      arguments.epilogue.dC = stride_d;
+    }
     arguments.hw_info.sm_count = p.sm_count;
     Device device;
     // CUTLASS asks int32 outputs for n % 4 = 0; TMA only wants the stride so, which the caller
