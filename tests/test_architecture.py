@@ -207,7 +207,7 @@ ELSEWHERE = {
     "test_stems": "exact/forms",
     "test_product": "forward/choose measure/observe",
     "test_head": "head/chunks head/find head/fused head/operands head/plan head/sizes head/rewrite",
-    "test_head_forms": "head/facts head/parts head/quantised head/rules",
+    "test_head_forms": "head/facts head/parts head/rules",
     "test_head_losses": "head/proportional head/softmax head/bodies head/rows",
     "test_stored": "profile/lqs",
     "test_trial": "storage/chain storage/probe",
