@@ -9,10 +9,12 @@ that stay in cache; on CUDA Inductor compiles it when it first runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,17 +64,79 @@ def _frozen(part: Any) -> Any:
     return tuple(map(_frozen, part)) if isinstance(part, list) else part
 
 
-@functools.cache
-def _function(code: str, compiled: bool) -> Callable[..., Sequence[Tensor]]:
-    names: dict[str, Any] = {
-        "torch": torch,
-        "device": torch.device,
-        "inf": float("inf"),
-        "nan": float("nan"),
-    }
-    exec(code, names)
-    function = functools.partial(names["forward"], None)
-    return torch.compile(function) if compiled else function
+COMPARED = 16
+"""Most rows of the first chunk that a compiled body is compared on."""
+OFF = 0.25
+"""Most of what it makes by which it may differ: wrong code is off by all of it, rounding by a
+hundredth."""
+
+
+class Function:
+    """A body's code. Compiled, it is compared once with the same operators run one by one."""
+
+    def __init__(self, code: str, compiled: bool) -> None:
+        names: dict[str, Any] = {
+            "torch": torch,
+            "device": torch.device,
+            "inf": float("inf"),
+            "nan": float("nan"),
+        }
+        exec(code, names)
+        self._plain = functools.partial(names["forward"], None)
+        self._run = torch.compile(self._plain) if compiled else self._plain
+        self.compiled = compiled
+        self._compared = False
+
+    @staticmethod
+    @functools.cache
+    def of(code: str, compiled: bool, dtype: torch.dtype) -> Function:
+        """The one there is for a code and a dtype of its products."""
+        return Function(code, compiled)
+
+    def __call__(self, *given: Tensor) -> Sequence[Tensor]:
+        """Results, then gradients."""
+        return self._run(*given)
+
+    def agrees(
+        self, found: Sequence[Tensor], made: list[Tensor], rows: list[Tensor], shared: list[Tensor]
+    ) -> bool:
+        """Whether some rows of ``found`` are right; if not, a warning, and no such code again."""
+        if self._compared or (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return True
+        self._compared = True
+        count = len(found[0])
+        some = torch.arange(0, count, -(-count // COMPARED), device=found[0].device)
+        given = [*(t[some] for t in (*made, *rows)), *shared]
+        off = self._off([t[some] for t in found], given)
+        if not off <= OFF:
+            self.compiled, self._run = False, self._plain
+            warnings.warn(
+                f"hot: a head's loss is run operator by operator: what torch {torch.__version__} "
+                f"compiles it to is off by {off:.0%}",
+                stacklevel=2,
+            )
+        return self.compiled
+
+    def _off(self, found: list[Tensor], given: list[Tensor]) -> float:
+        """Largest error of ``found``; none where the operators' own rounding is as large."""
+        plain = self._plain(*given)
+        off = max(map(_distance, found, plain))
+        if not off <= OFF:
+            with contextlib.suppress(RuntimeError):  # a dtype that the code names meets another
+                truth = self._plain(*(t.double() if t.is_floating_point() else t for t in given))
+                off = max(map(_distance, found, truth))
+                if off < 2 * max(map(_distance, plain, truth)):
+                    return 0.0
+        return off
+
+
+def _distance(found: Tensor, want: Tensor) -> float:
+    """Norm of the difference over that of ``want``; nothing where both are the same, NaN or not."""
+    if not want.is_floating_point():
+        return float((found != want).float().mean())
+    same = (found == want) | (found.isnan() & want.isnan())
+    gap = torch.where(same, 0.0, found.double() - want.double()).norm()
+    return float(gap / want.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
 
 
 def _head_rows(text: str, rows: list[Tensor], shared: list[Tensor]) -> list[Tensor]:
@@ -105,7 +169,7 @@ class _Chunks:
         self.size = chunk_rows(x.shape[0], columns, x.shape[1], x.element_size(), total)
         room = min(self.size, x.shape[0])
         self._buffers = [x.new_empty((room, width)) for width in widths]
-        self._function = _function(body.code, has_triton(x))
+        self._function = Function.of(body.code, has_triton(x), x.dtype)
 
     def run(self, own: slice, outputs: list[Tensor]) -> None:
         """Write a chunk's rows to ``outputs``, and add its sums."""
@@ -131,11 +195,12 @@ class _Chunks:
 
     def _body(self, made: list[Tensor], rows: list[Tensor], results: list[Tensor]) -> list[Tensor]:
         """The gradients of a chunk; ``results`` are written."""
-        if has_triton(made[0]):  # one kernel's worth of memory: nothing is copied
+        if self._function.compiled:  # one kernel's worth of memory: nothing is copied
             found = self._function(*made, *rows, *self._shared)
-            for out, value in zip(results, found, strict=False):
-                out.copy_(value)
-            return list(found[len(results) :])
+            if self._function.agrees(found, made, rows, self._shared):
+                for out, value in zip(results, found, strict=False):
+                    out.copy_(value)
+                return list(found[len(results) :])
         gradients = [made[0].new_empty((len(rows[0]), width)) for width in self.body.gradients]
         for own in blocks(made[0]):
             given = (*(y[own] for y in made), *(tensor[own] for tensor in rows))
