@@ -72,3 +72,51 @@ def test_processes_side_by_side_come_to_one_plan(names):
     first, second = digests(*names)
     assert first == second
     assert len({*first.values()}) == len(names)
+
+
+ON_A_GPU = """
+import contextlib, io, sys
+import timm, torch, transformers
+from hot_compile import explain
+name, batch = sys.argv[1:]
+torch.manual_seed(0)
+if name.endswith("Config"):
+    config = getattr(transformers, name)()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    x = torch.randint(1000, (int(batch), 512))
+else:
+    model, x = timm.create_model(name), torch.randn(int(batch), 3, 224, 224)
+with contextlib.redirect_stdout(io.StringIO()), torch.autocast("cuda", torch.bfloat16):
+    found = explain(model.cuda().train(), x.cuda())
+print(found.digest)
+"""
+MODELS = {
+    "efficientnet_b0": 128,
+    "swin_base_patch4_window7_224": 48,
+    "BertConfig": 32,
+    "GPT2Config": 8,
+    "OPTConfig": 8,
+    "vit_base_patch16_224": 128,
+    "convnext_base": 48,
+    "resnet50": 128,
+    "regnety_032": 64,
+    "mixer_b16_224": 64,
+}
+
+
+@pytest.mark.gpu
+def test_ten_models_come_to_one_plan_beside_nineteen_other_processes():
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", ON_A_GPU, name, str(batch)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, batch in MODELS.items()
+        for seed in ("1", "2")
+    ]
+    said = [run.communicate()[0] for run in runs]
+    assert all(run.returncode == 0 for run in runs)
+    assert said[::2] == said[1::2]
+    assert len({*said}) == len(MODELS)
