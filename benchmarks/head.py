@@ -2,12 +2,15 @@
 
     python benchmarks/head.py --device cuda                      # GPT-2 124M and a Qwen3-like
     python benchmarks/head.py --models gpt2 --batch 1 --tokens 512 --depth 1 --dtype fp32
+    python benchmarks/head.py --device cuda --models 8192x128256x4096,16384x50257x768 \\
+        --configs exact,hot,hot:head=int8,liger,cce                     # heads alone
 
 Forward and backward, bf16 autocast unless told otherwise, the configurations interleaved in one
 process; the figure is the best round. ``peak`` is above what stands before the step: weights, no
 gradients. ``returned``: the caller keeps the model's whole output, logits too, over the backward;
 ``loss``: the model returns its loss only. ``liger`` is stock with Liger's fused linear cross
-entropy called by hand (``pip install liger-kernel``; CUDA).
+entropy called by hand (``pip install liger-kernel``; CUDA), ``cce`` is cut-cross-entropy's. A model
+"LxOxI" is a head alone, L rows and its weight being parameters of ``--dtype``.
 """
 
 from __future__ import annotations
@@ -28,12 +31,15 @@ from report import document, environment, publish
 from step import compile_for, compiler_settings, synchronize
 from tables import heads
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hot_compile.frameworks import trace_past_warnings
 from hot_compile.memory import peak_bytes
 
 CONFIGS = "exact,exact+recompute,hot,hot:head=off,liger"
 SIZES = {"gpt2": (8, 1024), "qwen3": (4, 2048)}
+FUNCTIONS = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}
+"""Others' losses, and where they are from."""
 
 
 @dataclass
@@ -83,8 +89,35 @@ class Liger(LossOnly):
         return loss(weight, hidden, ids[:, 1:].flatten())
 
 
+class Alone(nn.Module):
+    """A head and its loss, by a library's own function if ``config`` names one."""
+
+    def __init__(self, rows: int, outputs: int, inputs: int):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(rows, inputs))
+        self.head = nn.Linear(inputs, outputs, bias=False)
+        self.config = "exact"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The loss."""
+        labels = ids.flatten()
+        if self.config == "liger":
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            fused = torch.compiler.disable(LigerFusedLinearCrossEntropyLoss())
+            return fused(self.head.weight, self.rows, labels)
+        if self.config == "cce":
+            from cut_cross_entropy import linear_cross_entropy
+
+            fused = torch.compiler.disable(linear_cross_entropy)
+            return fused(self.rows, self.head.weight, labels)
+        return F.cross_entropy(self.head(self.rows), labels)
+
+
 def build(name: str, depth: int | None, vocabulary: int | None) -> nn.Module:
     """A model with random weights, no dropout."""
+    if "x" in name:
+        return Alone(*map(int, name.split("x")))
     if name == "gpt2":
         config = transformers.GPT2Config(
             n_layer=depth or 12,
@@ -109,10 +142,14 @@ class Stepper:
     """One configuration: its copy of the model and its figures."""
 
     def __init__(self, row: Row, model: nn.Module, ids: Tensor, bf16: bool):
-        wrap = Liger if row.config == "liger" else {"loss": LossOnly, "returned": Whole}[row.gives]
         self.row, self.ids, self.bf16 = row, ids, bf16
-        self.model = wrap(copy.deepcopy(model))
-        config = "exact" if row.config == "liger" else row.config
+        self.model = copy.deepcopy(model)
+        if isinstance(self.model, Alone):
+            self.model.config = row.config
+        else:
+            ways: dict[str, type[LossOnly]] = {"loss": LossOnly, "returned": Whole}
+            self.model = (Liger if row.config == "liger" else ways[row.gives])(self.model)
+        config = "exact" if row.config in FUNCTIONS else row.config
         self.call: Callable[..., Any] = compile_for(config, self.model)
 
     def step(self) -> Tensor:
@@ -159,7 +196,7 @@ def measure(
 
 
 def main(
-    models: Annotated[str, typer.Option(help="comma-separated: gpt2, qwen3")] = "gpt2,qwen3",
+    models: Annotated[str, typer.Option(help="gpt2, qwen3, or LxOxI: a head alone")] = "gpt2,qwen3",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="fp32, tf32 or bf16 (autocast)")] = "bf16",
     configs: Annotated[str, typer.Option(help="as for step.py, and liger")] = CONFIGS,
@@ -177,10 +214,15 @@ def main(
     for name in models.split(","):
         torch.manual_seed(0)
         model = build(name, depth, vocabulary).to(where)
-        size = (batch or SIZES[name][0], tokens or SIZES[name][1])
-        ids = torch.randint(0, model.config.vocab_size, size, device=where)
-        for kind in gives.split(","):
-            runs = [c for c in configs.split(",") if c != "liger" or _has_liger(where, kind)]
+        if isinstance(model, Alone):
+            model.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+            size, words = (1, len(model.rows)), model.head.out_features
+        else:
+            size = (batch or SIZES[name][0], tokens or SIZES[name][1])
+            words = model.config.vocab_size
+        ids = torch.randint(0, words, size, device=where)
+        for kind in ["loss"] if isinstance(model, Alone) else gives.split(","):
+            runs = [c for c in configs.split(",") if _can(c, where, model, kind)]
             rows += measure(name, kind, runs, model, ids, dtype, rounds)
     title = f"heads, {dtype}, {environment(where)['device']}"
     arguments = {"dtype": dtype, "depth": depth, "batch": batch, "tokens": tokens}
@@ -188,11 +230,12 @@ def main(
     return rows
 
 
-def _has_liger(where: torch.device, kind: str) -> bool:
-    """It returns no logits, so it stands beside ``loss`` only."""
-    return (
-        kind == "loss" and where.type == "cuda" and bool(importlib.util.find_spec("liger_kernel"))
-    )
+def _can(config: str, where: torch.device, model: nn.Module, kind: str) -> bool:
+    """Others' losses run on CUDA, where they are installed, and return no logits."""
+    if config not in FUNCTIONS:
+        return True
+    ready = where.type == "cuda" and bool(importlib.util.find_spec(FUNCTIONS[config]))
+    return ready and kind == "loss" and (isinstance(model, Alone) or config == "liger")
 
 
 if __name__ == "__main__":

@@ -223,6 +223,17 @@ def test_head(program, tmp_path):
         assert hot.peak_bytes < exact.peak_bytes
 
 
+def test_a_head_alone(program):
+    configs = "exact,hot,hot:head=int8:min_gain=0,liger,cce"  # the last two where there is a GPU
+    rows = program("head").main(
+        models="300x40009x64", device="cpu", dtype="fp32", configs=configs, rounds=1
+    )
+    assert [row.config for row in rows] == configs.split(",")[:3]
+    for row in rows[1:]:
+        assert row.loss == pytest.approx(rows[0].loss, rel=1e-5)
+        assert row.peak_bytes < rows[0].peak_bytes
+
+
 def test_a_gradient_whose_terms_cancel_is_not_firm(program):
     """A bias in front of a norm along rows, off by an epsilon: nearly nothing is left of it."""
     zoo = program("zoo_compare")
