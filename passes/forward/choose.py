@@ -70,7 +70,7 @@ def choose_forward(
         return ForwardDecision(site.name, False, problem)
     assert isinstance(rates, Rates)
     price: Price | ConvPrice = _conv_price(site, rates) if site.conv else _price(site, rates, True)
-    if _needs_no_rotation(site, layer):
+    if _needs_no_rotation(site, layer, rates):
         price = max(price, _price(site, rates, False), key=lambda p: p.gain())
     gain = round(price.gain(), 3)
     if gain < config.min_gain:
@@ -106,9 +106,13 @@ def _over_budget(config: HotConfig, layer: LayerProfile | None) -> str | None:
     return f"output error {measured.error:.2g} over budget {budget:g}"
 
 
-def _needs_no_rotation(site: Site, layer: LayerProfile | None) -> bool:
-    """It was measured to buy nothing. On trust every layer is rotated: outliers are common."""
+def _needs_no_rotation(site: Site, layer: LayerProfile | None, rates: Rates) -> bool:
+    """It was measured to buy nothing, and x is rounded as it is where it is made. On trust every
+    layer is rotated: outliers are common."""
     if site.conv or layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
+        return False
+    assert isinstance(site.nodes, SiteNodes)
+    if not _fuses(site.nodes.x, rates):
         return False
     if not isinstance(site.inputs, int) or site.inputs % CONTRACT_ALIGN:
         return False  # what the product's operands are padded to
@@ -134,8 +138,7 @@ def _price(site: Site, rates: Rates, rotated: bool) -> Price:
     shape = Shape(rows, outputs, inputs, site.dtype.itemsize)
     dtype, nodes = str(site.dtype).removeprefix("torch."), site.nodes
     assert isinstance(nodes, SiteNodes)
-    fused = not rotated and _fuses(nodes.x, rates)
-    return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused))
+    return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused=not rotated))
 
 
 def _conv_price(site: Site, rates: Rates) -> ConvPrice:

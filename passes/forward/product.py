@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 import hot_compile.runtime.ops  # noqa: F401  (defines the operators)
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.cost.linear import (
     MOST_ROWS,
     Cost,
+    E,
     I,
     L,
     O,
@@ -31,6 +34,13 @@ _BITS = 8
 _QMAX = 127.0
 _TINY = 2.0**-116
 """The least absmax of a row that its scale is taken from, so that no reciprocal overflows."""
+SAMPLED = 1024
+"""Rows of x, evenly spaced, that show which of its columns are large."""
+_OCTAVES = 16.0
+"""Columns smaller than the largest by more powers of two are as good as these."""
+_ONE = 127 << 23
+_MOST_EVENED = 24576
+"""Columns that ``quantize_rows`` takes factors for on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Form:
     """W comes as [I, O]."""
     fused: bool = False
     """Not rotated, and there is such a kernel: x need not be read for it."""
+    evened: bool = True
+    """If rotated: large columns of x are made smaller before, and those of W larger."""
 
 
 def int8_product(
@@ -57,7 +69,8 @@ def int8_product(
     """x W^T [L, O] of ``dtype`` from integers: a scale per row of x and per output of W.
 
     Rounded to nearest. ``form.rotated`` spreads an outlier of one channel over 16 (HT16, which
-    cancels in the product: docs/adr/0018). A row of x with inf or NaN gives a row without a finite
+    cancels in the product: docs/adr/0018), after large columns of x were made smaller, and those
+    of W larger (``_evened``). A row of x with inf or NaN gives a row without a finite
     value, an output of W with one a column.
 
     Args:
@@ -74,12 +87,42 @@ Rows = tuple[Tensor, Tensor]
 
 
 def _rotated(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
-    rows = hot.quantize_rows.default(x, _BITS, True, False)
+    evened = form.evened and hint(x.shape[0]) > 0 and hint(x.shape[1]) <= _MOST_EVENED
+    less, more = _evened(x) if evened else (None, None)
+    rows = _rotated_rows(x, less)
     if not form.weight_is_io:
-        return rows, hot.quantize_rows.default(weight, _BITS, True, False)
+        return rows, _rotated_rows(weight, more)
+    if more is not None:
+        weight = aten.mul.Tensor(weight, aten.unsqueeze.default(more, 1))
     args = (weight, HADAMARD_ORDER, 1, _BITS, True, False)
     q, scale, _ = hot.quantize_columns.default(*args)
     return rows, (q, scale)
+
+
+def _rotated_rows(x: Tensor, factors: Tensor | None) -> Rows:
+    given = () if factors is None else (False, factors)
+    return hot.quantize_rows.default(x, _BITS, True, False, *given)
+
+
+def _evened(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(of x, of W): fp32 powers of two [I] for their columns, which cancel in the product.
+
+    What x's columns differ by, each by its largest sampled value, is shared between x and W, half
+    of its exponent each. Logarithms are the bits of floats and nothing is rounded on the way, so
+    that a checkpointed region computes the same again, whatever order maxima are taken in.
+    """
+    step = max(1, hint(x.shape[0]) // SAMPLED)
+    some = aten.slice.Tensor(x, 0, 0, sys.maxsize, step)
+    some = aten.abs.default(prims.convert_element_type.default(some, torch.float32))
+    bits = aten.view.dtype(some, torch.int32)
+    bits = prims.convert_element_type.default(aten.amax.default(bits, [0]), torch.float32)
+    log = aten.mul.Tensor(bits, 1 / (1 << 23))
+    beside = aten.sub.Tensor(log, aten.amax.default(log, [0]))  # 0 for the largest
+    root = aten.mul.Tensor(aten.clamp_min.default(aten.add.Tensor(beside, _OCTAVES), 0.0), 0.5)
+    octaves = prims.convert_element_type.default(aten.round.default(root), torch.int32)
+    shifted = aten.mul.Tensor(octaves, 1 << 23)
+    less = aten.view.dtype(aten.rsub.Scalar(shifted, _ONE), torch.float32)
+    return less, aten.view.dtype(aten.add.Tensor(shifted, _ONE), torch.float32)
 
 
 def _plain(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
@@ -107,13 +150,20 @@ def forward_cost(form: Form) -> Cost:
     x, weight = Sized(bill, L, I), Sized(bill, O, I)
     if form.rotated:
         given = Sized(bill, I, O) if form.weight_is_io else weight
-        args: Any = (x, given, None, None, form, torch.float32)
+        plain = dataclasses.replace(form, evened=False)
+        args: Any = (x, given, None, None, plain, torch.float32)
         int8_product(*args)
-        return sum(bill, Cost())
+        return sum(bill, _evening_cost(form) if form.evened else Cost())
     read = weight.bytes if form.fused else x.bytes + weight.bytes
     written = x.values + weight.values
     product = Cost(int_ops=2 * L * O * I, results=L * O, calls=2)
     return product + Cost(bytes=read + written, calls=int(not form.fused))
+
+
+def _evening_cost(form: Form) -> Cost:
+    """W is multiplied by what quantises it, or, where that goes down its columns, before."""
+    multiplied = 2 * O * I * E if form.weight_is_io else 0
+    return Cost(bytes=SAMPLED * I * E + multiplied, calls=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,16 +23,23 @@ from hot_compile.runtime.reference.sizes import (
 
 
 def quantize_rows(
-    x: Tensor, bits: int, per_row: bool, stochastic: bool, packed: bool = False
+    x: Tensor,
+    bits: int,
+    per_row: bool,
+    stochastic: bool,
+    packed: bool = False,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """HQ along the columns (paper, section 4.1): HT16 of each row, then symmetric quantisation.
 
     x: [R, C] float. Returns q int8 [R, C rounded up to 32] and scale fp32 [R] (one value repeated
     when not ``per_row``). q * scale[:, None] approximates the transformed rows. ``packed`` (4 bits
-    only): q is packed two values a byte, see ``pack_int4``.
+    only): q is packed two values a byte, see ``pack_int4``. ``factors`` fp32 [C]: what columns are
+    multiplied with before the transform.
     """
     rows, cols = x.shape
-    padded = torch.nn.functional.pad(x.float(), (0, round_up(cols, CONTRACT_ALIGN) - cols))
+    values = x.float() if factors is None else x.float() * factors
+    padded = torch.nn.functional.pad(values, (0, round_up(cols, CONTRACT_ALIGN) - cols))
     blocks = padded.reshape(rows, padded.shape[1] // HADAMARD_ORDER, HADAMARD_ORDER)
     values = hadamard(blocks).reshape(padded.shape)
     scale, reciprocal = scale_of(absmax_of(values, 1, per_row), bits)

@@ -14,6 +14,7 @@ from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward.product import Form, Price, int8_product
+from hot_compile.passes.forward.product import _evened as evened
 from hot_compile.passes.measure.linear import forward_measures
 from hot_compile.passes.measure.observe import Layer
 from hot_compile.passes.plan import Plan, plan
@@ -83,7 +84,8 @@ def test_the_product_is_its_operators_definitions_bit_for_bit():
     torch.manual_seed(0)
     x, weight = torch.randn(197, 100), torch.randn(60, 100)
     ones, bias = torch.ones(197), torch.randn(60)
-    rows, outputs = (reference.quantize_rows(t, 8, True, False) for t in (x, weight))
+    pairs = zip((x, weight), evened(x), strict=True)
+    rows, outputs = (reference.quantize_rows(t, 8, True, False, False, f) for t, f in pairs)
     args = (rows[0], outputs[0], rows[1], outputs[1], ones, bias, torch.float32)
     want = reference.scaled_int_mm(*args)
     assert torch.equal(int8_product(x, weight, ones, bias, Form(), torch.float32), want)
@@ -117,6 +119,35 @@ def test_an_outlying_channel_is_spread_over_sixteen(channel):
     args = (x, weight, None, None)
     rotated, plain = (int8_product(*args, Form(way), torch.float32) for way in (True, False))
     assert sqnr(rotated, want) > sqnr(plain, want) + 8
+
+
+def test_large_columns_are_made_smaller_by_half_their_exponent():
+    torch.manual_seed(0)
+    x = torch.ones(2100, 64)
+    x[:, 5:9] = torch.tensor([2.0**-4, 2.0**12, 2.0**-30, 0])
+    less, more = evened(x)
+    assert less[4:9].tolist() == [2.0**-2, 1, 2.0**-8, 1, 1], "from 16 octaves below on all alike"
+    assert torch.equal(less * more, torch.ones(64))
+    assert torch.equal(evened(x[:3])[0], less), "fewer rows than are sampled"
+    assert set(evened(torch.zeros(3, 64))[0].tolist()) == {2.0**-8}
+    x[2, 5] = float("inf")
+    assert evened(x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("io", [False, True])
+@pytest.mark.parametrize(("row", "won"), [(0, 6), (2e4, 3)])
+def test_outlying_columns_as_a_pretrained_models(io, row, won):
+    """Three of 576 columns a hundred times the others, W's as they are after a norm with a gain."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1024, 576), torch.randn(192, 576)
+    x[:, [4, 200, 371]] *= 100
+    x[0, 17] += row  # an outlier of one row's own
+    weight[:, [4, 200, 371]] /= 10
+    want = x.double() @ weight.double().t()
+    given = weight.t().contiguous() if io else weight
+    forms = (Form(evened=way, weight_is_io=io) for way in (True, False))
+    ours, before = (int8_product(x, given, None, None, f, torch.float32) for f in forms)
+    assert sqnr(ours[1:], want[1:]) > sqnr(before[1:], want[1:]) + won
 
 
 # --- which layers
@@ -214,7 +245,7 @@ def test_an_error_is_of_what_varies_over_the_rows():
     x, weight = torch.randn(256, 128), torch.randn(64, 128)
     usual, offset, constant = (
         {variant: float(error) for variant, (error, _) in forward_measures(t, weight).items()}
-        for t in (x, x + 50 * (torch.arange(128) == 5), torch.ones(256, 128))
+        for t in (x, x + 200 * (torch.arange(128) == 5), torch.ones(256, 128))
     )
     assert max(*usual.values(), *constant.values()) < 0.012
     assert offset[ROTATED] > 2 * usual[ROTATED]

@@ -50,6 +50,14 @@ def test_rows(check, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_multiplied_columns(check, shape, dtype):
+    factors = 2.0 ** (torch.arange(shape[1]) % 9 - 4)
+    for given in (factors, factors * 1.1):
+        check("quantize_rows", sample(*shape, dtype), 8, True, False, False, given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rank", [0, 1, 3, 5, 8, 16])
 def test_columns(check, shape, dtype, rank):
     x = sample(*shape, dtype)

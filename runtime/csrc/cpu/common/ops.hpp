@@ -13,7 +13,8 @@ namespace hot::cpu {
 // Operators that others are made of.
 
 std::tuple<Tensor, Tensor> quantize_rows(const Kernels&, const Tensor& x, int64_t bits,
-                                         bool per_row, bool stochastic, bool packed);
+                                         bool per_row, bool stochastic, bool packed,
+                                         const std::optional<Tensor>& factors);
 std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels&, const Tensor& x, int64_t rank,
                                                     int64_t tokens, int64_t bits, bool per_column,
                                                     bool stochastic, bool packed);

@@ -28,6 +28,7 @@ struct Matrix {
   const void* data;
   Float type;
   int64_t rows, cols;
+  const float* factors = nullptr;  // of columns, by which rows are multiplied; may be null
 };
 
 struct Rounding {

@@ -9,7 +9,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Kernels& 
                                                                  bool per_column, bool packed) {
   check_2d(grad_output, "quantize_grad", "grad_output");
   Tensor g = as_contiguous(grad_output);
-  return std::tuple_cat(quantize_rows(kernels, g, row_bits, per_row, true, packed),
+  return std::tuple_cat(quantize_rows(kernels, g, row_bits, per_row, true, packed, std::nullopt),
                         quantize_columns(kernels, g, rank, tokens, 8, per_column, true, false));
 }
 

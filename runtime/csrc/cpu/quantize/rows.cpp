@@ -48,12 +48,16 @@ Scale tensor_scale(const Kernels& kernels, const Matrix& x, int qmax, uint32_t* 
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize_rows(const Kernels& kernels, const Tensor& input, int64_t bits,
-                                         bool per_row, bool stochastic, bool packed) {
+                                         bool per_row, bool stochastic, bool packed,
+                                         const std::optional<Tensor>& factors) {
   constexpr const char* op = "quantize_rows";
   check_2d(input, op, "x");
   Rounding rounding = rounding_of(bits, stochastic, op);
   Tensor contiguous_x = as_contiguous(input);
   Matrix x = matrix_of(contiguous_x, op);
+  std::optional<Tensor> by_column;
+  if (factors) by_column = checked_vector(*factors, x.cols, op, "factors");
+  if (by_column) x.factors = data<float>(*by_column);
   const int64_t padded = round_up(x.cols, kContractAlign);
   Tensor q = empty_cpu({x.rows, padded}, aoti_torch_dtype_int8());
   Tensor scale = empty_cpu({x.rows}, aoti_torch_dtype_float32());

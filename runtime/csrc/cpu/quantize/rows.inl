@@ -3,9 +3,15 @@
 namespace hot::HOT_ISA {
 
 template <class T>
-inline F transform_block(const T* row, int64_t column, int64_t cols) {
+inline F load_block(const T* row, int64_t column, int64_t cols) {
   int64_t left = cols - column;
-  F x = left >= kLanes ? load(row + column) : load_n(row + column, static_cast<int>(left));
+  return left >= kLanes ? load(row + column) : load_n(row + column, static_cast<int>(left));
+}
+
+template <class T>
+inline F transform_block(const Matrix& m, const T* row, int64_t column) {
+  F x = load_block(row, column, m.cols);
+  if (m.factors) x = mul(x, load_block(m.factors, column, m.cols));
   return mul(hadamard_lanes(x), set(0.25f));
 }
 
@@ -15,7 +21,7 @@ void rows_absmax_of(const Matrix& x, int64_t begin, int64_t end, uint32_t* absma
     const T* row = static_cast<const T*>(x.data) + r * x.cols;
     I top = set_int(0);
     for (int64_t c = 0; c < x.cols; c += kLanes) {
-      top = max_int(top, magnitude(transform_block(row, c, x.cols)));
+      top = max_int(top, magnitude(transform_block(x, row, c)));
     }
     absmax[r] = largest_lane(top);
   }
@@ -47,7 +53,7 @@ void quantize_rows_of(const Matrix& x, int64_t begin, int64_t end, int qmax, con
     const T* row = static_cast<const T*>(x.data) + r * x.cols;
     I top = set_int(0);
     for (int64_t c = 0; c < x.cols; c += kLanes) {
-      F y = transform_block(row, c, x.cols);
+      F y = transform_block(x, row, c);
       top = max_int(top, magnitude(y));
       store(buffer + c, y);
     }

@@ -1,6 +1,7 @@
 // Host side of quantize_rows, quantize_columns and quantize_grad.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
 #include <tuple>
 
 #include "cuda/common/device.hpp"
@@ -125,7 +126,8 @@ void run(QuantizeTask& task, const Tensor& x, const Call& call, const char* op) 
     dispatch(x, task, op, quantize_columns_bf16, quantize_columns_fp16, quantize_columns_fp32);
 }
 
-Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic, bool packed) {
+Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic, bool packed,
+                   const std::optional<Tensor>& column_factors) {
   check_matrix(x, "quantize_rows", "x");
   check_packed(packed, bits, "quantize_rows");
   float qmax = qmax_of(bits, "quantize_rows");
@@ -134,6 +136,14 @@ Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic,
   QuantizeTask task = task_of(rows, call);
   task.stochastic = stochastic;
   Pair out = want_rows(task, x, qmax, per_row, packed);
+  std::optional<Tensor> by_column;
+  if (column_factors) {
+    STD_TORCH_CHECK(rows_in_one_pass(task) && !stochastic, "hot::quantize_rows: factors of ",
+                    task.columns, " columns, expected at most 24576, with a scale per row and ",
+                    "rounding to nearest");
+    by_column = factors(*column_factors, task.columns, "quantize_rows", "factors");
+    task.factors = data<float>(*by_column);
+  }
   run(task, rows, call, "quantize_rows");
   return out;
 }

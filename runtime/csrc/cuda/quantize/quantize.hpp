@@ -21,6 +21,7 @@ struct QuantizeTask {
   bool row_packed;     // INT4, two values a byte
   int8_t* row_q;
   float* row_scale;
+  const float* factors;  // of columns, by which they are multiplied; may be null
 
   bool want_columns;
   bool per_column;

@@ -41,6 +41,24 @@ struct RowBlock {
   }
 };
 
+// The 16 values of `column` on, each times its column's factor.
+__device__ inline void times_factors(const QuantizeTask& task, int64_t column, float (&v)[kOrder]) {
+#pragma unroll
+  for (int i = 0; i < kOrder; i += 4) {
+    float4 f = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // beyond x, where values are 0
+    const float* source = task.factors + column + i;
+    if (column + i + 4 <= task.columns)
+      f = __ldg(reinterpret_cast<const float4*>(source));
+    else if (column + i < task.columns)
+      f = {source[0], column + i + 1 < task.columns ? source[1] : 0.0f,
+           column + i + 2 < task.columns ? source[2] : 0.0f, 0.0f};
+    v[i] = __fmul_rn(v[i], f.x);
+    v[i + 1] = __fmul_rn(v[i + 1], f.y);
+    v[i + 2] = __fmul_rn(v[i + 2], f.z);
+    v[i + 3] = __fmul_rn(v[i + 3], f.w);
+  }
+}
+
 // The largest of `most` over the lanes of a row; `lanes` is a power of two from 16 to 256.
 __device__ inline float row_absmax(float most, int lanes) {
   __shared__ float of_warp[kThreads / 32];
@@ -56,7 +74,7 @@ __device__ inline float row_absmax(float most, int lanes) {
   return most;
 }
 
-template <class T, int kBlocks, bool kStochastic>
+template <class T, int kBlocks, bool kStochastic, bool kFactors>
 __global__ void __launch_bounds__(kThreads, kBlocks <= 3 ? 3 : 2)
     rows_kernel(const __grid_constant__ QuantizeTask task, int lanes) {
   int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
@@ -73,6 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks <= 3 ? 3 : 2)
 #pragma unroll
     for (int i = 0; i < RowBlock<T>::kWords; ++i)
       unpack(words[b][i], v[b] + i * Word<T>::kCount, T());
+    if constexpr (kFactors) times_factors(task, (b * lanes + lane) * kOrder, v[b]);
     hadamard_times_4(v[b]);
 #pragma unroll
     for (int i = 0; i < kOrder; ++i) most = max_nan(most, fabsf(v[b][i]));
@@ -99,10 +118,12 @@ template <class T, int kBlocks>
 void launch_rows_of(const QuantizeTask& task, int lanes) {
   int64_t per_block = kThreads / lanes;
   unsigned blocks = grid_size((task.rows + per_block - 1) / per_block);
-  if (task.stochastic)
-    rows_kernel<T, kBlocks, true><<<blocks, kThreads, 0, task.stream>>>(task, lanes);
+  if (task.factors)
+    rows_kernel<T, kBlocks, false, true><<<blocks, kThreads, 0, task.stream>>>(task, lanes);
+  else if (task.stochastic)
+    rows_kernel<T, kBlocks, true, false><<<blocks, kThreads, 0, task.stream>>>(task, lanes);
   else
-    rows_kernel<T, kBlocks, false><<<blocks, kThreads, 0, task.stream>>>(task, lanes);
+    rows_kernel<T, kBlocks, false, false><<<blocks, kThreads, 0, task.stream>>>(task, lanes);
   check_launch("quantize_rows");
 }
 
