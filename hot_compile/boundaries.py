@@ -51,7 +51,8 @@ def checkpoint(
 
     Args:
         function, args, keywords: as for ``torch.utils.checkpoint.checkpoint``.
-        bits: 6, 8 or 12 of each number, in groups of 128. Only floating-point arguments that want a
+        bits: 6, 8 or 12 of each number, in groups of 128; at least 8 of what an embedding made,
+            which the first block's gradients want. Only floating-point arguments that want a
             gradient, are contiguous, have a multiple of 128 elements and at least 64 KiB are
             stored so; all else is kept as it is.
         host: keep them in pinned host memory, copied while the forward goes on.
@@ -63,10 +64,11 @@ def checkpoint(
         raise OptionError(f"got bits={bits!r}; expected one of {sorted(_SCHEMES)}")
     if torch.compiler.is_compiling():
         return torchs.checkpoint(function, *args, **keywords)
-    mine = {_place(a) for a in args if isinstance(a, Tensor) and _fits(a)}
+    mine = {_place(a): _bits(a, bits) for a in args if isinstance(a, Tensor) and _fits(a)}
 
     def keep(saved: Tensor) -> Tensor | _Packed:
-        return _Packed.of(saved, bits, host) if _place(saved) in mine else saved
+        wanted = mine.get(_place(saved))
+        return saved if wanted is None else _Packed.of(saved, wanted, host)
 
     with saved_tensors_hooks(keep, _restored):  # the region's own hooks, or none, stand inside
         return torchs.checkpoint(function, *args, **keywords)
@@ -103,6 +105,12 @@ def compress_boundaries(model: nn.Module, bits: int = 6, host: bool = False) -> 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape
+
+
+def _bits(tensor: Tensor, bits: int) -> int:
+    """No fewer than 8 for what an embedding made; a frozen one leaves no name."""
+    maker = "Embedding" if tensor.grad_fn is None else tensor.grad_fn.name()
+    return max(bits, 8) if "Embedding" in maker else bits
 
 
 def _fits(tensor: Tensor) -> bool:

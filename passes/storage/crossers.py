@@ -71,7 +71,8 @@ class Crosser:
     feeds_product: bool = False
     """A layer's product reads it as it is: the x of the paper's ABC."""
     norm: bool = False
-    """A norm's backward sums over its rows."""
+    """A norm's backward sums over its rows, or (of a region's boundary) no layer but an embedding
+    made it: what the first block's gradients lose by fewer bits is ten times the others' loss."""
     region: bool = False
     """A checkpointed region is computed again from it, its softmaxes' sums, too."""
     masks: tuple[Mask, ...] = ()
@@ -119,6 +120,7 @@ class Judge:
         self._smallest = smallest
         self._activations = _activations(forward, inputs)
         self._learned = closure(filter(_is_layer, forward.nodes))
+        self._mixed = closure(n for n in forward.nodes if n.target in LAYER_PRODUCTS or is_ours(n))
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
         made_by_heads = {node.name for node in self._activations if _is_of_head(node)}
@@ -152,7 +154,7 @@ class Judge:
             sample=sample,
             kind=need.kind,
             feeds_product=reading.product,
-            norm=reading.rows and not reading.region,
+            norm=saved not in self._mixed if reading.region else reading.rows,
             region=reading.region,
             masks=() if offered.reason else tuple(mask for mask in masks if mask),
         )

@@ -61,8 +61,9 @@ def test_boundaries_are_stored_in_six_bits(block, outliers):
     exact, want = boundaries(model, memory="off")
     kept, got = boundaries(model)
     assert len(kept) >= 2
-    assert {c.scheme for c in kept} == {"groups6"}
-    assert sum(c.bytes for c in kept) < 0.2 * sum(c.bytes_before for c in kept)
+    assert {c.scheme for c in kept if c.module != "embed"} == {"groups6"}
+    assert [c.scheme for c in kept if c.module == "embed"] == ["rows8"], "the first block's"
+    assert sum(c.bytes for c in kept) < 0.23 * sum(c.bytes_before for c in kept)
     assert sum(c.bytes for c in exact) == sum(c.bytes_before for c in kept)
     assert min(cosine(got[name], want[name]) for name in want) > 0.99
 
@@ -74,7 +75,8 @@ def test_more_bits_are_closer():
     closest = []
     for bits in (4, 6, 8):
         kept, got = boundaries(model, memory_bits=bits)
-        assert {c.scheme for c in kept} == {{4: "int4", 6: "groups6", 8: "rows8"}[bits]}
+        scheme = {4: "int4", 6: "groups6", 8: "rows8"}[bits]
+        assert {c.scheme for c in kept if c.module != "embed"} == {scheme}
         closest.append(min(cosine(got[name], want[name]) for name in want))
     assert closest == sorted(closest)
     assert closest[-1] > 0.9995
@@ -85,7 +87,7 @@ def test_a_boundary_gets_the_bits_that_a_monitor_asks_for():
     torch.manual_seed(0)
     kept, _ = boundaries(Words(Block(), Block(), Block()), memory_override={"blocks.1*": 8})
     found = {c.module: c.scheme for c in kept}
-    assert found == {"embed": "groups6", "blocks.0": "groups6", "blocks.1": "rows8"}
+    assert found == {"embed": "rows8", "blocks.0": "groups6", "blocks.1": "rows8"}
 
 
 class Around(nn.Module):
@@ -125,7 +127,7 @@ def test_a_region_that_is_not_gentle_keeps_its_boundary(function, why):
 def test_a_gentle_one_does_not(function):
     torch.manual_seed(0)
     kept, _ = boundaries(Words(Around(function), Around(function)))
-    assert {c.scheme for c in kept} == {"groups6"}, kept
+    assert {c.scheme for c in kept} == {"rows8", "groups6"}, kept
 
 
 def test_attention_that_is_kept_beside_keeps_the_boundary():
