@@ -356,6 +356,12 @@ class _Graph:
         report = self.done[-1] if self.done else None
         return report is None or report.changed
 
+    @property
+    def integer_heads(self) -> tuple[str, ...]:
+        """Names of its heads whose gradients' products are on integers."""
+        heads = self.done[-1].plan.heads if self.done else ()
+        return tuple(head.name for head in heads if head.int8)
+
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good: compiled once, or once for every width of a schedule.
 
@@ -389,6 +395,7 @@ def _final(
     config = monitor.applied(config, graph.inputs.parameters)
     gauge = Gauge(monitor.rotate, config, graph.trained)
     watch = graph.watched(config, profile, gauge, graph.finished)
+    gauge.heads = graph.integer_heads
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
     monitor.watches((graph.code, graph.trained), watched)
     return watched
@@ -409,6 +416,7 @@ def _accepted(
         return watch.usual
     if graph.done:
         gauge.planned(graph.done[-1].plan.decisions)
+    gauge.heads = graph.integer_heads
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
     monitor.watches((graph.code, graph.trained), watched)
     return watched

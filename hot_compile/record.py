@@ -48,7 +48,8 @@ class GraphReport:
     def changed(self) -> bool:
         """Something of it is computed, or stored, otherwise than exactly."""
         stored = any(c.scheme != "exact" for c in self.crossing)
-        return bool(stored or self.plan.rewritten or any(f.int8 for f in self.plan.forwards))
+        integers = any(part.int8 for part in (*self.plan.forwards, *self.plan.heads))
+        return stored or bool(self.plan.rewritten) or integers
 
     @property
     def predicted_seconds(self) -> dict[str, float | None]:

@@ -63,6 +63,8 @@ class Gauge(Observer):
         """By parameter: what the looks showed."""
         self.decisions: tuple[Decision, ...] = ()
         """What the plan says of every layer."""
+        self.heads: tuple[str, ...] = ()
+        """Heads with integer products, which no look shows one by one."""
         self.looks = 0
         self.attempts = 0
         """Repairs of this graph, the last ones, that were not enough."""

@@ -274,7 +274,12 @@ class Monitor:
         return bool(new)
 
     def _refine(self, gauge: Gauge, why: str) -> None:
-        """Nobody alone is to blame: take the next rung towards exact for the graph."""
+        """Nobody alone is to blame: its head, then the next rung towards exact for the graph."""
+        heads = dict.fromkeys((name for name in gauge.heads if name not in self.demoted), why)
+        if heads:
+            self.demoted.update(heads)
+            _warn("stays exact", heads)
+            return
         changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
         rung = next(changes, _LAST)
         self.stored.update(dict.fromkeys(gauge.names, f"{rung}: {why}"))

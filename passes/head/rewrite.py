@@ -7,7 +7,7 @@ import logging
 
 from torch import fx
 
-from hot_compile.config import HotConfig
+from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.base.graph import settle
 from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.head.chunks import write_chunks
@@ -35,7 +35,7 @@ def chunk_heads(
     for found in find_heads(graph, config.head_min_bytes):
         decision = plan_head(found, config, pricing)
         if observed:
-            decision = dataclasses.replace(decision, int8=False)
+            decision = dataclasses.replace(decision, strategy=Strategy.EXACT)
         if decision.chunked and isinstance(found, Head) and not _replace(graph, found, decision):
             decision = dataclasses.replace(decision, way=OFF, reason="its rewriting failed")
         decisions.append(decision)

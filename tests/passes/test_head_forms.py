@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hot_compile import Monitor
 from hot_compile.backend import hot
 from hot_compile.errors import OptionWarning
 from hot_compile.inspect import Reports, run_uncompiled
@@ -438,6 +439,18 @@ def test_integers_are_asked_for_and_not_taken(options, loss, why):
     assert (head.way, head.int8) == (FORWARD, False)
     assert why in head.reason
     assert all(torch.equal(one, other) for one, other in zip(got, exact, strict=True))
+
+
+def test_a_head_whose_gradients_are_off_is_exact_from_then_on():
+    model, reports, monitor = Head(ce), Reports(), Monitor(every=1, budget=1e-3)
+    options = {"override": {"head": "int8"}, "monitor": monitor}
+    run = torch.compile(model, backend=backend(reports, **options))
+    for _ in range(4):
+        run(inputs()).backward()
+    assert list(monitor.demoted) == ["head"]
+    heads = [head for graph in reports.graphs for head in graph.plan.heads]
+    assert [head.chunked for head in heads] == [True] * len(heads)
+    assert (heads[0].int8, heads[-1].int8) == (True, False)
 
 
 @pytest.mark.parametrize("strategy", ["hla8", "gx-only", "luq"])
