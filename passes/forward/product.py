@@ -120,9 +120,9 @@ def _evened(x: Tensor) -> tuple[Tensor, Tensor]:
     beside = aten.sub.Tensor(log, aten.amax.default(log, [0]))  # 0 for the largest
     root = aten.mul.Tensor(aten.clamp_min.default(aten.add.Tensor(beside, _OCTAVES), 0.0), 0.5)
     octaves = prims.convert_element_type.default(aten.round.default(root), torch.int32)
-    shifted = aten.mul.Tensor(octaves, 1 << 23)
-    less = aten.view.dtype(aten.rsub.Scalar(shifted, _ONE), torch.float32)
-    return less, aten.view.dtype(aten.add.Tensor(shifted, _ONE), torch.float32)
+    less, more = (aten.mul.Tensor(octaves, way << 23) for way in (-1, 1))
+    less, more = (aten.add.Tensor(bits, _ONE) for bits in (less, more))
+    return aten.view.dtype(less, torch.float32), aten.view.dtype(more, torch.float32)
 
 
 def _plain(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:

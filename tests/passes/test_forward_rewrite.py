@@ -70,6 +70,17 @@ def test_a_block_trains_nearly_as_exact_and_holds_no_more(autocast, bias, lower)
         assert sqnr(mine, theirs) > 25
 
 
+def test_inductor_has_code_for_what_evens_columns():
+    from torch._inductor.lowering import lowerings
+
+    _, _, reports = step(Block(), torch.randn(5, 3, 64), options=ALWAYS)
+    nodes = [node for r in reports for node in r.stages["forward"].nodes]
+    targets = {node.target for node in nodes if node.target.startswith(("aten.", "prims."))}
+    known = {str(target) for target in lowerings}
+    assert "aten.amax.default" in targets
+    assert targets <= known
+
+
 @pytest.mark.slow
 def test_lowered_it_is_the_same():
     torch.manual_seed(0)
