@@ -6,8 +6,8 @@
 A strategy's time is everything that HOT adds to, or puts in place of, both exact gradients: storing
 x in the forward, quantising grad_output and the weight, both integer products, laying them out.
 Tensors are channels last. Methods run interleaved within one process on fresh random inputs; the
-figure is the median. ``plan`` is the cost model's prediction for ``int4`` (of a forward for
-``int8``); below 1.05 a layer stays exact.
+figure is the median. ``plan`` is the cost model's prediction for ``int8``; below 1.05 a layer stays
+exact.
 """
 
 from __future__ import annotations
@@ -133,12 +133,10 @@ def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> Tensor:
 
 
 def _grad_w(t: Operands, g: tuple[Tensor, ...], x: tuple[Tensor, ...], rank: int = 0) -> Tensor:
-    zero = x[2] if len(x) > 2 else None
+    operands = (g[0], x[0], g[1], x[1])
     if t.conv.is_product:
-        total = g[2] if zero is not None else None
-        return hot.scaled_int_mm(g[0], x[0], g[1], x[1], total, zero, t.x.dtype)
-    tail = (None, zero, *t.geometry, rank, t.x.dtype)
-    return hot.conv_grad_weight(g[0], x[0], g[1], x[1], *tail)
+        return hot.scaled_int_mm(*operands, None, None, t.x.dtype)
+    return hot.conv_grad_weight(*operands, *t.geometry, rank, t.x.dtype)
 
 
 def int8(t: Operands) -> tuple[Tensor, Tensor]:
@@ -148,32 +146,21 @@ def int8(t: Operands) -> tuple[Tensor, Tensor]:
     return _grad_x(t, *grad[:2]), _grad_w(t, grad[2:], (x_q, x_scale))
 
 
-def int4(t: Operands) -> None:
-    """x stored in 4 bits."""
-    packed = hot.compress_int4(t.rows(t.x))
-    grad = hot.quantize_grad(t.rows(t.grad_output), 8, True, 0, 1, True)
-    _grad_x(t, *grad[:2])
-    _grad_w(t, grad[2:], hot.expand_int4(*packed))
-
-
 def hla8(t: Operands) -> None:
     """g_w from the low-pass half of 4 x 4 tiles."""
     size = (t.conv.batch, t.conv.small_size)
     rows = t.rows(t.x)
-    if t.conv.is_product:
-        kept = hot.quantize_columns(tile_rows(rows, *size), 8, 1, 8, True, False)[:2]
-    else:
-        kept = hot.compress_int4(rows)
+    kept = (tile_rows(rows, *size), 8) if t.conv.is_product else (rows, 0)
+    x_q, x_scale, _ = hot.quantize_columns(*kept, 1, 8, True, False)
     g = t.rows(t.grad_output)
     _grad_x(t, *hot.quantize_rows(g, 8, True, True))
     grad = hot.quantize_columns(tile_rows(g, *size), 8, 1, 8, True, True)
-    _grad_w(t, grad, kept if t.conv.is_product else hot.expand_int4(*kept), 8)
+    _grad_w(t, grad, (x_q, x_scale), 8)
 
 
 METHODS: dict[str, Callable[[Operands], None]] = {
     "exact": exact,
     "hla8": hla8,
-    "int4": int4,
     "int8": int8,
 }
 
@@ -201,7 +188,7 @@ class Timing(Rounds):
 
 
 def predicted_gain(t: Operands, forward: bool) -> float:
-    """What the plan expects of ``int4``, or of an 8-bit forward, on this device."""
+    """What the plan expects of ``int8``, or of an 8-bit forward, on this device."""
     rates = pricing(t.x.device)
     if isinstance(rates, str) or not rates.convolution:
         return 1.0
@@ -211,7 +198,7 @@ def predicted_gain(t: Operands, forward: bool) -> float:
     dtype = str(t.x.dtype).removeprefix("torch.")
     if forward:
         return ConvPrice(rates, dtype, shape, t.conv).gain()
-    return conv_gain(conv_times(Strategy.INT4, True, True, rates, dtype, t.conv), shape)
+    return conv_gain(conv_times(Strategy.INT8, True, True, rates, dtype, t.conv), shape)
 
 
 def measure(

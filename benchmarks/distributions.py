@@ -7,7 +7,7 @@ layer [rows, outputs] x 256 inputs, x in INT8: with one quantisation of g_y for 
 a Hopper GPU takes), with one for each (a CPU), and in 4 bits (recipe `paper`: scales a tensor).
 A 3 x 3 convolution of as many outputs on 16 x 16 pixels likewise. Then a tensor of that
 distribution as an activation: y of an INT8 forward, transformed along the inputs and as it comes,
-and what storage makes of it, INT8 and INT4 by column and tile.
+and what storage makes of it, INT8 by column and tile.
 On a GPU its kernels compute, elsewhere the definitions.
 """
 
@@ -47,14 +47,8 @@ def _columns(q: Tensor, scale: Tensor, rows: int) -> Tensor:
     return (q.float() * steps).t()[:rows]
 
 
-def _int4(x: Tensor) -> Tensor:
-    q, scale, zero = hot.expand_int4(*hot.compress_int4(x))
-    return (q.float() * scale[:, None] + zero[:, None]).t()[: len(x)]
-
-
 STORED = {
     "x in INT8": lambda x: _columns(*hot.compress_int8(x, 0, 1), len(x)),
-    "x in INT4": _int4,
 }
 
 

@@ -84,13 +84,13 @@ def choice_table(cells: Cells, out: Path, task: str = "glyph-scratch") -> str | 
     for name, layer in Profile.load(path).layers.items():
         if name in left_alone:
             continue
-        errors = [layer.grad_weight.get(v) for v in ("hla8/batch", "int4", "int8")]
+        errors = [layer.grad_weight.get(v) for v in ("hla8/batch", "int8")]
         row = [name, *("" if e is None else f"{e.error:.3f}" for e in errors)]
         row.append(f"{layer.token_error:.4f} / {layer.tensor_error:.4f}")
         row += [str(_choice(layer, RECIPES[recipe])) for recipe in ("hot", "fast")]
         row.append("per token" if lqs.per_token(layer, RECIPES["paper"]) else "per tensor")
         rows.append(row)
-    header = ["layer", "g_w error hla8", "int4", "int8", "g_y error per token / tensor"]
+    header = ["layer", "g_w error hla8", "int8", "g_y error per token / tensor"]
     return _table([*header, "hot", "fast", "paper"], rows)
 
 

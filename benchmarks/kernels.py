@@ -106,7 +106,6 @@ def _size(value: object) -> int:
 def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list[Transform]:
     """Every transform on one gradient or activation of this shape."""
     x = torch.randn(rows, columns, device="cuda", dtype=dtype)
-    stored = hot.compress_int4(x)
     *_, fold, peak, _, _ = hot.quantize_one_read(x, 0, 1)
     *_, half_fold, half_peak, _, _ = hot.quantize_one_read(x, 8, tokens)
     whole, half = hot.compress_int8(x, 0, 1), hot.compress_int8(x, 8, tokens)
@@ -121,7 +120,6 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
         ),
         "compress_int8": (x, lambda _: hot.compress_int8(x, 0, 1)),
         "compress_int8 hla8": (x, lambda _: hot.compress_int8(x, 8, tokens)),
-        "rescale_int4": (stored, lambda _: hot.rescale_int4(*stored, fold, peak)),
         "rescale_int8": (whole, lambda _: hot.rescale_int8(*whole, fold, peak)),
         "rescale_int8 hla8": (half, lambda _: hot.rescale_int8(*half, half_fold, half_peak)),
         "quantize_rows 4 bits": (x, lambda _: hot.quantize_rows(x, 4, True, True)),
@@ -129,8 +127,6 @@ def transforms(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> list
         "quantize_columns HT16": (x, lambda _: hot.quantize_columns(x, 16, 1, 4, True, False)),
         "quantize_grad hla8": (x, lambda _: hot.quantize_grad(x, 4, True, 8, tokens, True)),
         "quantize_grad int4": (x, lambda _: hot.quantize_grad(x, 4, True, 0, 1, True)),
-        "compress_int4": (x, lambda _: hot.compress_int4(x)),
-        "expand_int4": (stored, lambda _: hot.expand_int4(*stored)),
     }
     evict = torch.empty(EVICTION_BYTES, dtype=torch.uint8, device="cuda")
     found = []

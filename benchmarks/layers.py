@@ -88,7 +88,7 @@ class Operands:
 
 
 METHODS = {str(s): s for s in STRATEGIES if s is Strategy.EXACT or STRATEGIES[s].quantises_x}
-"""What is timed; of ``int4`` with x in the 4 bits that ``recompute=False`` keeps."""
+"""What is timed."""
 
 
 def how_of(method: Strategy, dtype: torch.dtype, tokens: int, one_read: bool) -> How:
@@ -99,7 +99,6 @@ def how_of(method: Strategy, dtype: torch.dtype, tokens: int, one_read: bool) ->
         rank=8 if spec.low_rank else 0,
         tokens=tokens if spec.grouped else 1,
         one_read=one_read and spec.one_read,
-        stored_bits=spec.stored_bits,
     )
 
 

@@ -185,8 +185,7 @@ def _layer(row: Raw) -> str:
 def convs(documents: list[Document]) -> Lines:
     """``convs.py``; the last column is what the cost model predicts."""
     runs = [(document["arguments"]["title"], document["rows"]) for document in documents]
-    forward = documents[0]["arguments"].get("side") == "forward"
-    plan = ["plan's int8" if forward else "plan's int4"]
+    plan = ["plan's int8"]
     for _, rows in runs:
         plan += ["", *(times(row["predicted"]) for row in rows), ""]
     made = speedups((title, [(_conv(row), row) for row in rows]) for title, rows in runs)

@@ -23,8 +23,6 @@ class Strategy(str, Enum):
     """g_x by HQ; g_w from the low-pass half of transformed rows, in INT8."""
     INT8 = "int8"
     """g_x by HQ; g_w full rank in INT8; with ``recompute=False`` x is kept as INT8 per column."""
-    INT4 = "int4"
-    """The same, but that with ``recompute=False`` x is kept as packed INT4, as the paper's ABC."""
     GX_ONLY = "gx-only"
     """g_x by HQ, nothing else touched: what frozen weights get (no g_w, no use for x)."""
     GW_ONLY = "gw-only"

@@ -24,7 +24,6 @@ from hot_compile.runtime import reference
 from hot_compile.runtime.reference.sizes import (
     CONTRACT_ALIGN,
     HADAMARD_ORDER,
-    INT4_GROUP,
     UNITS_PER_TILE,
     contracted_rows,
     round_up,
@@ -124,30 +123,10 @@ def _quantize_one_read(
 
 
 @_fake
-def _compress_int4(x: Tensor) -> tuple[Tensor, ...]:
-    rows, cols = x.shape
-    groups = (rows + INT4_GROUP - 1) // INT4_GROUP
-    packed = _operand(x, cols, round_up(rows, CONTRACT_ALIGN), packed=True)
-    return packed, _bf16(x, cols, groups), _bf16(x, cols, groups)
-
-
-@_fake
-def _expand_int4(packed: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    cols, half = packed.shape
-    return _int8(packed, cols, half * 2), _fp32(packed, cols), _fp32(packed, cols)
-
-
-@_fake
 def _compress_int8(x: Tensor, rank: int, tokens: int) -> tuple[Tensor, ...]:
     rows, cols = x.shape
     contracted, tile = contracted_rows(rows, rank, tokens), unit_rows(rank) * UNITS_PER_TILE
     return _int8(x, cols, contracted), _bf16(x, cols, (contracted + tile - 1) // tile)
-
-
-@_fake
-def _rescale_int4(packed: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    cols, half = packed.shape
-    return _int8(packed, cols, half * 2), _fp32(packed, cols)
 
 
 @_fake

@@ -160,18 +160,6 @@ def test_largest_batch_compiles_once(program, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_packing(program, monkeypatch, tmp_path):
-    packing, file = program("packing"), tmp_path / "packing.json"
-    monkeypatch.setattr(packing, "WIDTHS", (128,))
-    rows = packing.main(device="cpu", batch=1, dtype="", json_file=file)
-    whats = {(row.what, row.way) for row in rows}
-    assert {("store alone", "Inductor int4"), ("gelu", "then stored, operator int4")} <= whats
-    stored = {r.way: r.bytes_needed for r in rows if r.what == "store alone"}
-    read = packing.TOKENS * 128 * 4
-    assert stored["Inductor int8"] - read == packing.TOKENS * (128 + 2)
-    assert len(json.loads(file.read_text())["rows"]) == len(rows)
-
-
 def test_outlier_pictures(program, tmp_path, capsys):
     picture = tmp_path / "outliers.png"
     seen = program("outliers").main(task="digits", quick=True, out=picture)

@@ -68,14 +68,13 @@ def test_every_layer_and_every_strategy_is_measured(profile):
     fc2 = profile.layers["fc2"]
     assert (fc2.outputs, fc2.inputs, fc2.rows, fc2.batches) == (64, 96, 64, 3)
     assert set(fc2.grad_input) == {"int4", "int8", "int4/tensor", "int8/tensor"}
-    granules = {"int4", "int8", "hla8/batch", "hla8/consecutive"}
+    granules = {"int8", "hla8/batch", "hla8/consecutive"}
     assert set(fc2.grad_weight) == granules | {f"{name}/tensor" for name in granules}
     assert set(fc2.stats) == {"x", "weight", "grad_output"}
     assert not profile.layers["fc1"].grad_input  # nobody wants the gradient of the model's input
     for layer in profile.layers.values():
         errors = {name: m.error for name, m in layer.grad_weight.items()}
         assert 0 < errors["int8"] < 0.05 < errors["hla8/consecutive"] < 1.2
-        assert errors["int8"] < errors["int4"] < 0.2
         assert all(0.3 < m.cosine <= 1.001 for m in layer.grad_weight.values())
         assert 0 < layer.token_error < layer.tensor_error < 0.2
 
@@ -87,7 +86,7 @@ def test_measured_errors_are_those_of_the_rewritten_step():
     one = calibrate(model, [batch], lambda m, b: m(b[0]).square().mean(), progress=False)
     model(batch[0]).square().mean().backward()
     exact = model[2].weight.grad.clone()
-    for strategy in ("hla8", "int4", "int8"):
+    for strategy in ("hla8", "int8"):
         model.zero_grad()
         options = {**ALWAYS, "override": {"2": strategy}, "exclude": ["0"], "recompute": False}
         hot_step(lambda x: model(x).square().mean(), batch[0], options=options)
@@ -222,7 +221,7 @@ def test_file_round_trip_and_hash(profile, tmp_path):
     data = json.loads(path.read_text())
     data["environment"]["torch"] = "0"
     assert Profile.from_json(data).content_hash() == profile.content_hash()
-    data["layers"]["fc1"]["grad_weight"]["int4"]["error"] = 0.5
+    data["layers"]["fc1"]["grad_weight"]["int8"]["error"] = 0.5
     assert Profile.from_json(data).content_hash() != profile.content_hash()
     assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
 
@@ -235,8 +234,8 @@ def test_file_round_trip_and_hash(profile, tmp_path):
         (lambda d: d.pop("layers"), "entries do not fit"),
         (lambda d: d["layers"]["fc1"].update(outputs="many"), "entries do not fit"),
         (lambda d: d["layers"]["fc1"].update(extra=1), "entries do not fit"),
-        (lambda d: d["layers"]["fc1"]["grad_weight"]["int4"].update(error="x"), "do not fit"),
-        (lambda d: d["layers"]["fc1"]["grad_weight"]["int4"].update(error=float("nan")), "finite"),
+        (lambda d: d["layers"]["fc1"]["grad_weight"]["int8"].update(error="x"), "do not fit"),
+        (lambda d: d["layers"]["fc1"]["grad_weight"]["int8"].update(error=float("nan")), "finite"),
         (lambda d: d["layers"].update(fc1=[]), "entries do not fit"),
     ],
 )
@@ -272,10 +271,10 @@ def test_the_backend_chooses_by_the_profile(profile, tmp_path):
     assert chosen == {"fc1": "int8", "fc2": "int8", "head": "int8"}
     assert reason.startswith("LQS: g_w error 0.0")
     errors = profile.layers["fc2"].grad_weight
-    between = (errors["int8"].error + errors["int4"].error) / 2
-    chosen, reason = strategies(strategies="int4", error_budget=between)
+    between = (errors["int8"].error + errors["hla8/batch"].error) / 2
+    chosen, reason = strategies(strategies="hla8", error_budget=between)
     assert chosen["fc2"] == Strategy.INT8
-    assert "no int4: g_w error" in reason
+    assert "no hla8: g_w error" in reason
     chosen, reason = strategies(error_budget=1e-4)
     assert chosen["fc2"] == Strategy.EXACT
     assert "no int8: g_w error" in reason
@@ -352,7 +351,7 @@ def test_cli_shows_and_diffs(profile, tmp_path):
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     profile.save(one)
     data = profile.to_json()
-    data["layers"]["fc2"]["grad_weight"]["int4"]["error"] *= 2
+    data["layers"]["fc2"]["grad_weight"]["int8"]["error"] *= 2
     data["layers"]["gone"] = data["layers"].pop("fc1")
     two.write_text(json.dumps(data))
     run = CliRunner().invoke
@@ -366,7 +365,7 @@ def test_cli_shows_and_diffs(profile, tmp_path):
     assert (same.exit_code, "no figure differs" in same.output) == (0, True)
     changed = run(app, ["profile", "diff", str(one), str(two)])
     assert changed.exit_code == 1
-    assert "grad_weight int4 error" in changed.output
+    assert "grad_weight int8 error" in changed.output
     assert "2.00x" in changed.output
     assert "gone" in changed.output
     assert run(app, ["profile", "show", str(tmp_path / "none")]).exit_code == 2

@@ -17,7 +17,7 @@ from hot_compile.passes.profile.profile import Profile
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"min_gain": 0, "memory": "off"}
-GRANULES = {"int4", "int8", "hla8/batch", "hla8/consecutive"}
+GRANULES = {"int8", "hla8/batch", "hla8/consecutive"}
 
 
 class Block(nn.Module):
@@ -103,7 +103,7 @@ def test_every_convolution_and_every_strategy_is_measured(profile):
     assert not profile.layers["stem"].grad_input
     for name in CONVS:
         errors = {key: m.error for key, m in profile.layers[name].grad_weight.items()}
-        assert 0 < errors["int8"] < errors["int4"] < errors["hla8/consecutive"] < 1.2
+        assert 0 < errors["int8"] < errors["hla8/consecutive"] < 1.2
         assert errors["int8"] < 0.05
 
 
@@ -129,7 +129,7 @@ def test_compiled_as_in_a_users_run_it_measures_the_same(profile, monkeypatch):
 def test_measured_errors_are_those_of_the_rewritten_step(
     kernel, stride, apart, calibrated_node_by_node
 ):
-    """The profile's g_w error is what training then has, x stored as the strategy stores it.
+    """The profile's g_w error is what training then has.
 
     A 1 x 1 convolution's INT8 is 3.9 % off (0.001516 for 0.001459), for a reason not yet found.
     """
@@ -139,7 +139,7 @@ def test_measured_errors_are_those_of_the_rewritten_step(
     one = calibrate(model, [x], lambda m, b: m(b).square().mean(), progress=False)
     model(x).square().mean().backward()
     exact = second.weight.grad.clone()
-    for strategy in ("hla8", "int4", "int8"):
+    for strategy in ("hla8", "int8"):
         model.zero_grad()
         options = {**ALWAYS, "override": {"2": strategy}, "exclude": ["0"], "recompute": False}
         options["memory"] = "off"
@@ -167,7 +167,6 @@ def test_every_geometry(make, shape, calibrated_node_by_node):
     found = calibrate(model, [x], lambda m, b: m(b).square().mean(), progress=False).layers["0"]
     assert set(found.grad_weight) == GRANULES | {f"{name}/tensor" for name in GRANULES}
     assert found.grad_weight["int8"].error < 0.05
-    assert found.grad_weight["int4"].error < 0.3
     transposed = isinstance(model[0], nn.ConvTranspose2d)
     assert set(found.grad_input) == (set() if transposed else {
         "int4", "int8", "int4/tensor", "int8/tensor"
@@ -207,10 +206,10 @@ def test_the_backend_chooses_by_the_profile(profile, tmp_path):
     assert chosen.strategy == "int8"
     assert chosen.reason.startswith("LQS: g_w error")
     errors = profile.layers["block.conv2"].grad_weight
-    between = (errors["int8"].error + errors["int4"].error) / 2
-    chosen = decision(strategies="int4", error_budget=between)
+    between = (errors["int8"].error + errors["hla8/batch"].error) / 2
+    chosen = decision(strategies="hla8", error_budget=between)
     assert chosen.strategy == "int8"
-    assert "no int4: g_w error" in chosen.reason
+    assert "no hla8: g_w error" in chosen.reason
     assert decision(error_budget=1e-4).strategy == "exact"
     assert decision("stem").strategy == "exact"
     one_by_one = decision("block.shortcut", recipe="fast", error_budget=1.5)

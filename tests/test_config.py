@@ -133,7 +133,7 @@ def test_hash_sees_every_field():
     base = HotConfig()
     changed = {
         "recipe": "fast",
-        "strategies": (Strategy.INT4,),
+        "strategies": (Strategy.HLA8,),
         "gx_bits": 4,
         "per_channel": False,
         "per_token": True,

@@ -28,7 +28,7 @@ def test_fidelity_cell_is_trained_once_and_resumed(program, tmp_path, capsys):
     cell = json.loads(path.read_text())
     assert 0 <= cell["score"] <= 1
     assert len(cell["losses"]) == cell["steps"] == 8
-    assert cell["strategies"]["blocks.0.mlp.fc2"] in ("hla8", "int4", "int8")
+    assert cell["strategies"]["blocks.0.mlp.fc2"] in ("hla8", "int8")
     assert "LQS" in cell["reasons"]["blocks.0.mlp.fc2"]
     assert (tmp_path / "profiles" / "digits.fast.1.json").exists()
     written = path.stat().st_mtime_ns
@@ -39,8 +39,8 @@ def test_fidelity_cell_is_trained_once_and_resumed(program, tmp_path, capsys):
 def test_fidelity_tells_what_lqs_chooses(program, tmp_path):
     from hot_compile.passes.profile.profile import LayerProfile, Measure, Profile
 
-    def layer(hla, int4, token):
-        errors = {"hla8/batch": hla, "int4": int4, "int8": 0.01}
+    def layer(hla, int8, token):
+        errors = {"hla8/batch": hla, "int8": int8}
         weight = {name: Measure(error, 1.0) for name, error in errors.items()}
         return LayerProfile(64, 64, 64, "float32", 2, {}, weight, token, 0.05, {})
 

@@ -68,7 +68,7 @@ def recorded(loss, recorder, **options):
     step(loss, backend=functools.partial(hot, options={"min_gain": 0, **options}, **keywords))
 
 
-@pytest.mark.parametrize("strategy", ["int4", "hla8", "int8"])
+@pytest.mark.parametrize("strategy", ["hla8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients(strategy, dtype):
     torch.manual_seed(0)
@@ -180,11 +180,11 @@ def stages(options):
 
 
 def test_operators_of_a_stored_x():
-    names = stages({"strategies": "int4", "recompute": False}).names
+    names = stages({"recompute": False}).names
     backward = next(found for stage, found in names.items() if "backward" in stage)
     assert backward.count("hot.quantize_one_read.default") == 2
     assert backward.count("hot.hadamard_int_mm.default") == 2
-    assert backward.count("hot.rescale_int4.default") == 2
+    assert backward.count("hot.rescale_int8.default") == 2
     assert "hot.quantize_grad.default" not in backward
 
 
@@ -193,7 +193,6 @@ def test_a_recomputed_x_waits_in_8_bits():
     backward = next(found for stage, found in names.items() if "backward" in stage)
     assert "hot.compress_int8.default" in backward
     assert "hot.rescale_int8.default" in backward
-    assert "hot.compress_int4.default" not in backward
 
 
 @pytest.mark.parametrize(

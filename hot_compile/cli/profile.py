@@ -146,7 +146,7 @@ def _layer_table(name: str, layer: LayerProfile) -> PlainTable:
 
 
 def _figures(layer: LayerProfile | None) -> Iterator[tuple[str, Any]]:
-    """Every figure of a layer with its path, e.g. ``grad_weight int4 error``."""
+    """Every figure of a layer with its path, e.g. ``grad_weight int8 error``."""
     if layer is None:
         return
     for key in ("outputs", "inputs", "rows", "dtype", "batches", "token_error", "tensor_error"):

@@ -16,7 +16,6 @@ import sympy
 from hot_compile.config import Strategy
 from hot_compile.passes.base.site import Convolution, hint
 from hot_compile.passes.cost.linear import (
-    INT4_BYTES,
     MOST_ROWS,
     VARIABLES,
     ZERO,
@@ -105,9 +104,7 @@ def _weight_grad(strategy: Strategy, conv: Convolution, im2col: bool) -> ConvCos
     x = saved_elements(conv)
     other = S + X - x
     half = strategy is Strategy.HLA8
-    kept = ONE if strategy is Strategy.INT8 else INT4_BYTES
-    store = Cost(bytes=x * (E + kept), calls=1)
-    expand = Cost(bytes=x * (kept + 1), calls=1) if strategy is not Strategy.INT8 else Cost()
+    store = Cost(bytes=x * (E + 1), calls=1)
     columns = Cost(bytes=other * (2 * E + 1), calls=1)
     length = (ONE if conv.is_product else T) * R / 16 if half else W
     product = Cost(int_ops=2 * L * O * I * length, results=O * I, calls=conv.offsets)
@@ -115,7 +112,7 @@ def _weight_grad(strategy: Strategy, conv: Convolution, im2col: bool) -> ConvCos
         product += Cost(bytes=L * length * (conv.offsets * O + I))
     tiles = Cost(bytes=2 * E * (S + X * int(conv.is_product))) if half else Cost()
     unfolded = L * I if half and not conv.is_product else ZERO
-    return ConvCost(store + expand + columns + product + tiles, unfolded=unfolded)
+    return ConvCost(store + columns + product + tiles, unfolded=unfolded)
 
 
 def _input_grad(conv: Convolution) -> ConvCost:

@@ -16,7 +16,7 @@ import torch
 
 from hot_compile.config import Strategy
 from hot_compile.passes.layers.strategies import STRATEGIES, How, Spec
-from hot_compile.runtime.reference.sizes import HADAMARD_ORDER, INT4_GROUP
+from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
 
 L, O, I, E, R = sympy.symbols("L O I element rank", positive=True)  # noqa: E741
 """Rows, outputs, inputs, bytes of one element of g_y / x / W, and HLA's rank (of 16)."""
@@ -26,8 +26,6 @@ PACKING = sympy.Rational(3, 2)
 """Bytes moved to pack an INT8 value two to a byte."""
 MOST_ROWS = 2**24
 """More than any step has."""
-INT4_BYTES = sympy.Rational(17, 32)
-"""Packed INT4 with a bf16 scale and minimum per 128 rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,26 +226,9 @@ def _quantize_one_read(
     return _moved(g, rows, columns, calls=2), (rows, _vector(g, g.rows), columns, *vectors)
 
 
-def _compress_int4(x: Sized) -> Any:
-    packed = _integers(x, x.columns, x.rows, packed=True)
-    groups = x.like(x.columns, x.rows / INT4_GROUP, sympy.Integer(2))
-    return _moved(x, packed, groups, groups), (packed, groups, groups)
-
-
-def _expand_int4(packed: Sized, scale: Sized, minimum: Sized) -> Any:
-    q = _integers(packed, packed.rows, packed.columns)
-    vector = _vector(q, q.rows)
-    return _moved(packed, scale, minimum, q), (q, vector, vector)
-
-
 def _compress_int8(x: Sized, rank: int, tokens: int) -> Any:
     q = _integers(x, x.columns, _kept_rows(x, rank))
     return _moved(x, q), (q, _vector(x, x.columns, 2))
-
-
-def _rescale_int4(packed: Sized, scale: Sized, minimum: Sized, *fold: Sized) -> Any:
-    q = _integers(packed, packed.rows, packed.columns)
-    return _moved(packed, scale, minimum, q, idle=1), (q, _vector(q, q.rows))
 
 
 def _rescale_int8(stored: Sized, scale: Sized, *fold: Sized) -> Any:
@@ -299,10 +280,7 @@ PRICES: dict[Any, Callable[..., tuple[Cost, Any]]] = {
     _hot.quantize_columns.default: _quantize_columns,
     _hot.quantize_grad.default: _quantize_grad,
     _hot.quantize_one_read.default: _quantize_one_read,
-    _hot.compress_int4.default: _compress_int4,
-    _hot.expand_int4.default: _expand_int4,
     _hot.compress_int8.default: _compress_int8,
-    _hot.rescale_int4.default: _rescale_int4,
     _hot.rescale_int8.default: _rescale_int8,
     _hot.scaled_int_mm.default: _scaled_int_mm,
     _hot.hadamard_int_mm.default: _hadamard_int_mm,

@@ -18,7 +18,7 @@ from hot_compile.runtime.head.products import chunk_rows
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
 LAYERS_BY_OVERRIDE = "its products are a layer's by override: "
 """How a head's reason begins if ``override`` gave it a strategy that does not work on chunks."""
-INTEGERS = (Strategy.INT8, Strategy.INT4)
+INTEGERS = (Strategy.INT8,)
 """Strategies that mean INT8 here: no x is stored, so both are the same."""
 
 

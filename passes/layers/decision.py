@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 
@@ -63,8 +62,8 @@ class Decision:
         words = "INT4 g_x, INT8 g_w" if self.gx and self.gx_bits == 4 else "INT8 products"
         return f"{words} (g_w: {self.rank} of 16 rows)" if self.rank else words
 
-    def how(self, nodes: SiteNodes | None = None, **more: Any) -> How:
-        """What a Linear's strategy is told; ``more``: fields of ``How`` that no plan knows."""
+    def how(self, nodes: SiteNodes | None = None) -> How:
+        """What a Linear's strategy is told."""
         return How(
             gx=self.gx,
             gw=self.gw,
@@ -80,7 +79,6 @@ class Decision:
             summed=self.one_read and nodes is not None and nodes.grad_bias is not None,
             weight_is_io=nodes is not None and nodes.weight_is_io,
             grad_weight_is_io=nodes is not None and nodes.grad_weight_is_io,
-            **more,
         )
 
 

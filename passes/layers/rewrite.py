@@ -71,8 +71,7 @@ def _linear(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
     if bias is not None and not (bias.users and precedes(g, bias)):
         bias = None
     first = min(n for n in (gx, gw, bias) if n is not None)  # nodes order by place
-    stored = spec.stored_bits if pin else 8
-    how = dataclasses.replace(d.how(nodes, stored_bits=stored), summed=bias is not None)
+    how = dataclasses.replace(d.how(nodes), summed=bias is not None)
     emit = Emitter(graph, first, gx or gw or first, stays=True)
     keep_at = Emitter(graph, nodes.forward.next, nodes.forward) if pin else emit
     kept = spec.keep(keep_at.traced(nodes.x), how) if how.gw else ()
@@ -87,7 +86,7 @@ def _linear(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
 def _convolution(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
     nodes = site.nodes
     assert isinstance(nodes, ConvNodes)
-    strategy = ConvStrategy(site, d, pin)
+    strategy = ConvStrategy(site, d)
     emit = Emitter(graph, nodes.backward, nodes.backward, stays=True)
     keep_at = Emitter(graph, nodes.forward.next, nodes.forward) if pin else emit
     kept = tuple(emit.traced(node_of(part)) for part in strategy.keep(keep_at.traced(nodes.x)))

@@ -29,13 +29,10 @@ class ConvStrategy:
 
     Args:
         site: of a convolution. decision: what it is given.
-        pin: what is kept of x is made in the forward, so that it should be small.
         dtype: of the results; the layer's, unless told.
     """
 
-    def __init__(
-        self, site: Site, decision: Decision, pin: bool = False, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, site: Site, decision: Decision, dtype: torch.dtype | None = None) -> None:
         assert site.conv is not None
         assert isinstance(site.nodes, ConvNodes)
         d, conv, nodes = decision, site.conv, site.nodes
@@ -50,20 +47,11 @@ class ConvStrategy:
         self.integer_gx = self.wants_gx and folds and d.strategy is not Strategy.GW_ONLY
         # the paper's text: 16 consecutive rows of the unfolded x are what HLA transforms and keeps
         self.im2col = d.rank > 0 and not d.tiles and not conv.is_product
-        self.stored_int4 = pin and self._smallest_is_int4()
-
-    def _smallest_is_int4(self) -> bool:
-        """Also by tiles of a kernel that overlaps: those rows are transformed when unfolded."""
-        if self.d.strategy is Strategy.HLA8:
-            return self.d.tiles and not self.conv.is_product and not self.conv.transposed
-        return self.d.strategy is Strategy.INT4
 
     def keep(self, x: Tensor) -> Kept:
-        """What the products want of x: (q, scale), or packed INT4; x itself where g_w is exact."""
+        """What the products want of x: (q, scale); x itself where g_w is exact."""
         if not self.integer_gw:
             return (x,)
-        if self.stored_int4:
-            return tuple(hot.compress_int4.default(rows_of(x)))
         return self._columns(x, self.conv.transposed, False)[:2]
 
     def gradients(
@@ -167,19 +155,15 @@ class ConvStrategy:
     def _grad_weight(self, g_y: Tensor, kept: Kept, column: Kept) -> Tensor:
         """[S, C, *kernel], S the channels of the small side."""
         conv, like = self.conv, value_of(self.nodes.grad_weight)
-        x_q, x_scale, *zero = hot.expand_int4.default(*kept) if self.stored_int4 else kept
-        x_zero = zero[0] if zero else None
-        g_q, g_scale, total = column
-        pairs = [(g_q, x_q), (g_scale, x_scale), (total if zero else None, x_zero)]
+        small, big = column, kept
         if conv.transposed:
-            pairs = [(x, g) for g, x in pairs]
-        (small, big), scales, terms = pairs
+            small, big = big, small
+        operands = (small[0], big[0], small[1], big[1])
         if conv.is_product or self.im2col:
-            new = hot.scaled_int_mm.default(small, big, *scales, *terms, self.dtype)
+            new = hot.scaled_int_mm.default(*operands, None, None, self.dtype)
             shape = [new.shape[0], *conv.kernel, conv.big_channels]
             return channels_first(aten.reshape.default(new, shape), like)
-        zeros = (x_zero, None) if conv.transposed else (None, x_zero)
-        args = (small, big, *scales, *zeros, *self._geometry(g_y), self.d.rank, self.dtype)
+        args = (*operands, *self._geometry(g_y), self.d.rank, self.dtype)
         return channels_first(hot.conv_grad_weight.default(*args), like)
 
     def _exact_gx(self, g_y: Tensor, weight: Tensor) -> Tensor:

@@ -46,8 +46,6 @@ class How:
     """g_x's operands lie two values a byte, for INT4 tensor cores."""
     one_read: bool = False
     """g_y is quantised once for both products (docs/adr/0005)."""
-    stored_bits: int = 8
-    """Bits in which ``keep`` leaves x: 8, or 4."""
     fused: bool = False
     """g_y is put together from several tensors' gradients, maybe of other sizes (``one_read``)."""
     summed: bool = False
@@ -81,8 +79,6 @@ class Spec:
     """(x, how) -> x as the products want it. With ``recompute=False`` this runs in the forward and
     its result is what crosses to the backward; else it runs in the backward, on x itself, and what
     crosses is storage's decision."""
-    stored_bits: int = 8
-    """``How.stored_bits`` where ``keep`` runs in the forward."""
     quantises_x: bool = False
     """Its g_w is of a quantised x: worth measuring, and smaller to keep than x."""
     low_rank: bool = False
@@ -121,8 +117,6 @@ def gw_only(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
 
 def quantised_columns(x: Tensor, how: How) -> Kept:
     """x on the integer grid of its columns, or as it waits for g_y's scales (``one_read``)."""
-    if how.stored_bits == 4:
-        return tuple(hot.compress_int4.default(x))
     if how.one_read:
         return tuple(hot.compress_int8.default(x, how.rank, how.tokens))
     args = (x, how.rank, how.tokens, 8, how.per_channel, False)
@@ -145,14 +139,13 @@ def _two_reads(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
     per_column = (how.rank, how.tokens, 8, how.per_channel, True)
     if how.gx and how.gw:
         args = (g_y, how.gx_bits, how.per_row, how.rank, how.tokens, how.per_channel)
-        *rows, q, scale, total = hot.quantize_grad.default(*args, *_packed(how))
+        *rows, q, scale, _ = hot.quantize_grad.default(*args, *_packed(how))
     elif how.gx:
         return gx_only(g_y, kept, weight, how)
     else:
-        q, scale, total = hot.quantize_columns.default(g_y, *per_column)
-    x_q, x_scale, *zero = hot.expand_int4.default(*kept) if how.stored_bits == 4 else kept
-    terms = (total, zero[0]) if zero else (None, None)
-    gw = _grad_weight((q, x_q), (scale, x_scale), terms, how)
+        q, scale, _ = hot.quantize_columns.default(g_y, *per_column)
+    x_q, x_scale = kept
+    gw = _grad_weight((q, x_q), (scale, x_scale), how)
     return Gradients(_grad_input(rows, weight, how) if how.gx else None, gw)
 
 
@@ -164,8 +157,7 @@ def _one_read(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
     if how.fused:
         weight = _times(weight, aten.slice.Tensor(equal, 0, 0, g_y.shape[1]), how)
     gx = _grad_input((row_q, row_scale), weight, how)
-    rescale = hot.rescale_int4 if how.stored_bits == 4 else hot.rescale_int8
-    x_q, x_scale = rescale.default(*kept, fold, peak)
+    x_q, x_scale = hot.rescale_int8.default(*kept, fold, peak)
     args = (equal, x_q, x_scale, g_y.shape[1], how.grad_weight_is_io, how.dtype)
     gw = hot.hadamard_int_mm.default(column_q, *args)
     return Gradients(gx, gw, sums if how.summed else None)
@@ -189,11 +181,11 @@ def _grad_input(rows: Any, weight: Tensor, how: How) -> Tensor:
     return hot.scaled_int_mm.default(q, w_q, scale, w_scale, None, None, how.dtype)
 
 
-def _grad_weight(operands: Any, scales: Any, terms: Any, how: How) -> Tensor:
+def _grad_weight(operands: Any, scales: Any, how: How) -> Tensor:
     """The integer product of (g_y, x), each [channels, rows], as [O, I] or [I, O]."""
     if how.grad_weight_is_io:
-        operands, scales, terms = operands[::-1], scales[::-1], terms[::-1]
-    return hot.scaled_int_mm.default(*operands, *scales, *terms, how.dtype)
+        operands, scales = operands[::-1], scales[::-1]
+    return hot.scaled_int_mm.default(*operands, *scales, None, None, how.dtype)
 
 
 def _packed(how: How) -> tuple[bool, ...]:
@@ -224,7 +216,6 @@ def _integer(**facts: Any) -> Spec:
 
 STRATEGIES: dict[Strategy, Spec] = {
     Strategy.HLA8: _integer(low_rank=True, grouped=True),
-    Strategy.INT4: _integer(stored_bits=4),
     Strategy.INT8: _integer(),
     Strategy.GX_ONLY: Spec(gx_only),
     Strategy.GW_ONLY: Spec(gw_only, _two_read_columns, quantises_x=True),

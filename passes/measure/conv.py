@@ -1,7 +1,7 @@
 """How far each strategy's gradients of one convolution are from exact, by the nodes that would run.
 
 So is y of an 8-bit forward. What is measured is the very function that ``rewrite`` builds a graph's
-nodes with, its x kept as small as the strategy may keep it. Results are 0-d fp32 tensors on the
+nodes with. Results are 0-d fp32 tensors on the
 layer's device: nothing here waits for it.
 """
 
@@ -34,7 +34,6 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 _GW_STRATEGIES = (
     (Strategy.HLA8, Rows.BATCH),
     (Strategy.HLA8, Rows.CONSECUTIVE),
-    (Strategy.INT4, Rows.BATCH),
     (Strategy.INT8, Rows.BATCH),
 )
 
@@ -57,7 +56,7 @@ def quantised_conv_gradients(
         own = dataclasses.replace(own, grad_weight=None)
     own = dataclasses.replace(own, grad_bias=None)
     measured = dataclasses.replace(site, nodes=own)
-    strategy = ConvStrategy(measured, decision, pin=True, dtype=torch.float32)
+    strategy = ConvStrategy(measured, decision, dtype=torch.float32)
     gx, gw, _ = strategy.gradients(g, weight, strategy.keep(x))
     return gx, gw
 

@@ -37,14 +37,13 @@ def quantised_grad_input(
 def quantised_grad_weight(
     g: Tensor, x: Tensor, strategy: Strategy, rank: int, tokens: int, per_channel: bool
 ) -> Tensor:
-    """g_w [O, I] in fp32 by ``strategy``, x kept as small as it may keep it."""
+    """g_w [O, I] in fp32 by ``strategy``."""
     spec = STRATEGIES[strategy]
     how = How(
         gx=False,
         per_channel=per_channel,
         rank=rank if spec.low_rank else 0,
         tokens=tokens,
-        stored_bits=spec.stored_bits,
     )
     result = spec(g, x, g, how).gw  # without g_x nobody reads the weight
     assert result is not None

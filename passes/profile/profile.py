@@ -236,7 +236,7 @@ def gx_variant(bits: int, per_channel: bool) -> str:
 
 
 def gw_variant(strategy: Strategy, rows: Rows, per_channel: bool) -> str:
-    """Name of one way to compute g_w, e.g. ``int4`` or ``hla8/consecutive/tensor``."""
+    """Name of one way to compute g_w, e.g. ``int8`` or ``hla8/consecutive/tensor``."""
     grouped = f"/{rows}" if strategy is Strategy.HLA8 else ""
     return f"{strategy}{grouped}" + ("" if per_channel else "/tensor")
 

@@ -75,7 +75,7 @@ _CPU_SOURCES = tuple(
     Source(f"cpu/{path}")
     for path in (
         *("quantize/rows.cpp", "quantize/columns.cpp", "quantize/grad.cpp"),
-        *("quantize/pack_int4.cpp", "storage/int4.cpp", "isa/kernels.cpp"),
+        *("quantize/pack_int4.cpp", "isa/kernels.cpp"),
         *("gemm/scaled_int_mm.cpp", "gemm/int_product.cpp"),
         *("conv/frames.cpp", "conv/grad_weight.cpp", "conv/grad_input.cpp"),
         *("calls/ops.cpp", "common/old_glibc.cpp"),

@@ -12,17 +12,14 @@ from hot_compile.runtime.reference.conv import conv_grad_input, conv_grad_weight
 from hot_compile.runtime.reference.gemm import hadamard_int_mm, scaled_int_mm
 from hot_compile.runtime.reference.one_read import quantize_one_read
 from hot_compile.runtime.reference.storage import (
-    compress_int4,
     compress_int8,
-    expand_int4,
-    rescale_int4,
     rescale_int8,
 )
 from hot_compile.runtime.reference.two_reads import quantize_columns, quantize_grad, quantize_rows
 
 OPERATORS = (
     *(quantize_rows, quantize_columns, quantize_grad, quantize_one_read),
-    *(compress_int4, expand_int4, compress_int8, rescale_int4, rescale_int8),
+    *(compress_int8, rescale_int8),
     *(scaled_int_mm, hadamard_int_mm, conv_grad_weight, conv_grad_input),
     layer_calls,
 )
@@ -30,11 +27,9 @@ OPERATORS = (
 
 __all__ = [
     "OPERATORS",
-    "compress_int4",
     "compress_int8",
     "conv_grad_input",
     "conv_grad_weight",
-    "expand_int4",
     "hadamard_int_mm",
     "layer_calls",
     "pack_int4",
@@ -42,7 +37,6 @@ __all__ = [
     "quantize_grad",
     "quantize_one_read",
     "quantize_rows",
-    "rescale_int4",
     "rescale_int8",
     "scaled_int_mm",
     "unpack_int4",

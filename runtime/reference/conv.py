@@ -96,18 +96,18 @@ def _transform(q: Tensor, rank: int) -> Tensor:
     return q[..., sorted(low_pass_order()[:rank])]
 
 
-def unfold(big: Tensor, sources: Tensor, rank: int, narrow: bool) -> Tensor:
+def unfold(big: Tensor, sources: Tensor, rank: int) -> Tensor:
     """[C, K] integers -> [C, kk, K'] as the kernel sees them, 0 outside.
 
     rank 0: K' = L. Otherwise ``sources`` is tiled and each tile's 16 integers become ``rank`` sums
-    of their transform, divided by 16 and rounded half up where ``narrow``, so that they fit int8.
+    of their transform, divided by 16 and rounded half up, so that they fit int8.
     """
     flat = sources.flatten(1)
     seen = torch.where(flat < 0, 0, big[:, flat.clamp(min=0)].long())
     if rank == 0:
         return seen
     kept = _transform(seen.reshape(*seen.shape[:2], -1, HADAMARD_ORDER), rank)
-    return ((kept + 8) >> 4 if narrow else kept).flatten(2)
+    return ((kept + 8) >> 4).flatten(2)
 
 
 def conv_grad_weight(
@@ -115,8 +115,6 @@ def conv_grad_weight(
     big: Tensor,
     small_scale: Tensor,
     big_scale: Tensor,
-    small_zero: Tensor | None,
-    big_zero: Tensor | None,
     batch: int,
     small_size: list[int],
     big_size: list[int],
@@ -131,31 +129,20 @@ def conv_grad_weight(
 
     out[s, k, c] = sum over p of small[s, p] * big[c, p * stride + k * dilation - padding].
 
-    small: int8 [S, K], value small * small_scale[:, None] (+ small_zero[:, None]); K = L padded,
-    or, with rank > 0, what ``quantize_columns(tile_rows(...), rank, 1, ...)`` writes. big: int8
-    [C, K'], likewise, of the big tensor itself; it is unfolded (and, with rank > 0, transformed)
-    here. At most one side has a zero point, small only with rank 0.
+    small: int8 [S, K], value small * small_scale[:, None]; K = L padded, or, with rank > 0, what
+    ``quantize_columns(tile_rows(...), rank, 1, ...)`` writes. big: int8 [C, K'], likewise, of the
+    big tensor itself; it is unfolded (and, with rank > 0, transformed) here.
     """
-    if small_zero is not None and (big_zero is not None or rank > 0):
-        raise ValueError("small_zero excludes big_zero and rank > 0")
     device = small.device
     sources = _sources(
         _small_positions(small_size, rank > 0), batch, big_size, kernel, stride, padding, dilation
     ).to(device)
-    seen = unfold(big, sources, rank, narrow=True)  # [C, kk, K]
+    seen = unfold(big, sources, rank)  # [C, kk, K]
     length = seen.shape[2]
     left = small[:, :length].double()
     product = torch.einsum("sp,ckp->skc", left, seen.double()).float()
     wide = big_scale * 4.0 if rank else big_scale
     out = product * small_scale[:, None, None] * wide
-    if big_zero is not None:
-        ones = unfold(big.new_ones(1, big.shape[1]), sources, rank, narrow=False)[0]
-        total = (left @ ones.double().t()).float() * small_scale.unsqueeze(1)  # [S, kk]
-        total = total * 0.25 if rank else total
-        out = out + total.unsqueeze(2) * big_zero
-    if small_zero is not None:
-        total = seen.sum(2).float().t() * big_scale  # [kk, C]
-        out = out + small_zero[:, None, None] * total
     return out.reshape(small.shape[0], *kernel, big.shape[0]).to(out_dtype)
 
 

@@ -6,7 +6,7 @@ same INT8 integers feed g_x, row by row, and g_w, transposed:
     g_x = (g_y H) (H W)            g_w = H ((g_y H)^T x)
 
 A row's scale lies on g_w's contracted dimension: it is folded into x when x is brought from its
-storage onto its columns' grids (``rescale_int4``, ``rescale_int8``). What g_w is left with, H over
+storage onto its columns' grids (``rescale_int8``). What g_w is left with, H over
 16 of its O x I values, is the epilogue of its product (``hadamard_int_mm``). See docs/adr/0005.
 """
 

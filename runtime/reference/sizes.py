@@ -6,10 +6,8 @@ HADAMARD_ORDER = 16
 """Order of the block-diagonal Walsh-Hadamard transform (paper, section 4)."""
 CONTRACT_ALIGN = 32
 """A contracted dimension is zero-padded to this many elements (16 bytes when packed INT4)."""
-INT4_GROUP = 128
-"""Rows that share one scale and minimum in packed INT4 storage."""
 UNITS_PER_TILE = 8
-"""Units of 16 rows that share one scale in INT8 storage, and one bound in ``rescale_int*``."""
+"""Units of 16 rows that share one scale in INT8 storage, and one bound in ``rescale_int8``."""
 UNITS_PER_SUM = 4
 """Units of 16 rows that ``quantize_one_read`` adds up, on average, to a row of ``sums``."""
 ONE_READ_RANKS = (0, 8)

@@ -399,7 +399,7 @@ def small_chunks(monkeypatch):
     [
         ({"override": {"hea*": "int8"}}, ce, FORWARD, torch.float32),
         ({"override": {"hea*": "int8"}}, preference, BACKWARD, torch.bfloat16),
-        ({"override": {"hea*": "int4"}}, ce, FORWARD, torch.bfloat16),
+        ({"override": {"hea*": "int8"}}, ce, FORWARD, torch.bfloat16),
         ({"head": "int8", "min_gain": 0}, ce, FORWARD, torch.float32),
         ({"head": "int8", "min_gain": 0}, ce, BACKWARD, torch.float16),
     ],

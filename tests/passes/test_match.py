@@ -109,10 +109,10 @@ def test_layers_that_share_an_input_compress_it_once():
     parts = {name: nn.Linear(48, 48, bias=name == "o") for name in "qkvo"}  # g of b_k is zero
     model = Holder(body, **parts)
     x = torch.randn(2, 33, 48)
-    options = {**ALWAYS, "recipe": "hot", "strategies": "int4", "recompute": False}
+    options = {**ALWAYS, "recipe": "hot", "recompute": False}
     _, (graph,) = hot_step(lambda x: model(x).sum(), x, options=options)
     assert len(graph.plan.rewritten) == 4
-    packed = [c for c in graph.crossing if c.dtype == "uint8"]
+    packed = [c for c in graph.crossing if c.dtype == "int8"]
     assert len(packed) == 1  # x of q, k and v once
     attended = [c for c in graph.crossing if c.shape[-1] == "16" and c.dtype == "float32"]
     assert (

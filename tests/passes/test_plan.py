@@ -187,7 +187,7 @@ def test_a_foreign_plan_is_refused(data):
 
 
 def test_cost_is_symbolic_in_the_layers_shape():
-    expression = cost.seconds(cost.layer_cost(Strategy.INT4, How()), VNNI, "float32")
+    expression = cost.seconds(cost.layer_cost(Strategy.INT8, How()), VNNI, "float32")
     assert {cost.L, cost.O, cost.I} <= expression.free_symbols
     small = cost.at(expression, cost.Shape(100, 64, 64, 4))
     large = cost.at(expression, cost.Shape(200, 64, 64, 4))
@@ -198,7 +198,7 @@ def test_half_length_product_is_cheaper():
     shape = cost.Shape(25216, 768, 3072, 4)
     cheap, full = (
         cost.at(cost.layer_cost(strategy, How(rank=rank)).int_ops, shape)
-        for strategy, rank in ((Strategy.HLA8, 8), (Strategy.INT4, 0))
+        for strategy, rank in ((Strategy.HLA8, 8), (Strategy.INT8, 0))
     )
     assert cheap == pytest.approx(0.75 * full)
 
@@ -210,7 +210,7 @@ def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
         for layer in layers:
             shape = cost.Shape(*layer, size)
             how = How(one_read=True)
-            gain = cost.predicted_gain(Strategy.INT4, how, RATES["sm90"], dtype, shape)
+            gain = cost.predicted_gain(Strategy.INT8, how, RATES["sm90"], dtype, shape)
             assert gain < 1
 
 
@@ -228,7 +228,7 @@ def test_hoppers_rates_agree_with_a_whole_step(strategy, measured):
     assert 12e3 * sum(cost.at(price, s) for s in shapes) == pytest.approx(measured, rel=0.06)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.INT4, Strategy.INT8, Strategy.HLA8])
+@pytest.mark.parametrize("strategy", [Strategy.INT8, Strategy.HLA8])
 @pytest.mark.parametrize("one_read", [True, False])
 def test_a_weight_costs_the_same_whichever_way_it_lies(strategy, one_read):
     """All but the launches: GPT-2's ``Conv1D`` has its inputs first."""
@@ -244,7 +244,7 @@ def test_a_weight_costs_the_same_whichever_way_it_lies(strategy, one_read):
 def test_a_small_layer_on_hopper_costs_what_its_kernels_took():
     """GPT-2's mlp.c_proj at 8 x 1024 tokens, H200, kernels of a step: 168 us, exact 109."""
     shape, how = cost.Shape(8192, 768, 3072, 2), How(one_read=True, weight_is_io=True)
-    times = cost.predicted_times(Strategy.INT4, how, RATES["sm90"], "bfloat16", shape)
+    times = cost.predicted_times(Strategy.INT8, how, RATES["sm90"], "bfloat16", shape)
     assert [t * 1e6 for t in times] == pytest.approx([109, 168], rel=0.15)
 
 

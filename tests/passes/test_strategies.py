@@ -102,9 +102,7 @@ def every_how():
         yield How(gx=False, grad_weight_is_io=io)
         yield How(gw=False, weight_is_io=io)
     yield How(rank=8, tokens=4)
-    yield How(stored_bits=4)
     yield How(one_read=True)
-    yield How(one_read=True, stored_bits=4)
     yield How(one_read=True, fused=True)
     yield How(gx_bits=4, packed=True)
     yield How(per_row=False, per_channel=False)
@@ -117,7 +115,7 @@ def test_nodes_compute_what_the_function_computes_and_all_of_it_has_a_price(stra
     g, x, weight = operands()
     weight = weight.t().contiguous() if how.weight_is_io else weight
     spec = STRATEGIES[strategy]
-    how = dataclasses.replace(how, rank=8, stored_bits=8) if spec.low_rank else how
+    how = dataclasses.replace(how, rank=8) if spec.low_rank else how
     want = spec(g, x, weight, how)
     graph, mode = fx.Graph(), torch._subclasses.fake_tensor.FakeTensorMode()
     places = [graph.placeholder(name) for name in "gxw"]
@@ -135,10 +133,6 @@ def test_nodes_compute_what_the_function_computes_and_all_of_it_has_a_price(stra
             assert node.meta["val"].shape == theirs.shape
     price = cost.layer_cost(strategy, how)
     assert cost.at(cost.seconds(price, RATES["sm90"], "float32"), cost.Shape(64, 48, 32, 4)) > 0
-
-
-def test_what_runs_in_the_backward_is_priced_as_int8_whatever_the_name():
-    assert cost.layer_cost(Strategy.INT4, How()) == cost.layer_cost(Strategy.INT8, How())
 
 
 def test_planning_reads_nothing_but_its_arguments(monkeypatch):

@@ -66,19 +66,13 @@ def test_reference_index_handling_is_exact(dims):
 
 
 def check_exact(provider, case):
-    """g_w and g_x of integers equal autograd's, with and without a zero point on either side."""
+    """g_w and g_x of integers equal autograd's."""
     outputs, inputs = case.w.shape[:2]
     one = torch.ones
     small, big = case.columns(case.g), case.columns(case.x)
     tail = (*case.geometry, 0, torch.float32)
-    got = provider.conv_grad_weight(small, big, one(outputs), one(inputs), None, None, *tail)
+    got = provider.conv_grad_weight(small, big, one(outputs), one(inputs), *tail)
     assert torch.equal(case.grad_weight(got), case.w.grad), case.geometry
-    zero = torch.arange(inputs) - 1.0
-    args = (small, case.columns(case.x, zero[:, None]), one(outputs), one(inputs), None, zero)
-    assert torch.equal(case.grad_weight(provider.conv_grad_weight(*args, *tail)), case.w.grad)
-    zero = torch.arange(outputs) - 2.0
-    args = (case.columns(case.g, zero[:, None]), big, one(outputs), one(inputs), zero, None)
-    assert torch.equal(case.grad_weight(provider.conv_grad_weight(*args, *tail)), case.w.grad)
     rows, weight = small.t().contiguous(), case.weight_rows()
     args = (rows, weight, one(len(rows)), one(len(weight)), *case.geometry, torch.float32)
     assert torch.equal(provider.conv_grad_input(*args).movedim(-1, 1).double(), case.x.grad)
@@ -128,10 +122,8 @@ def random_case(dims, k, s, p, d, sizes, batch, inputs, outputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_conv_grad_weight(provider, assert_same, shape, dtype):
     case, small, big, scales = random_case(*shape)
-    zeros = ((None, None), (torch.randn(len(small)), None), (None, torch.randn(len(big))))
-    for zero in zeros:
-        args = (small, big, *scales, *zero, *case.geometry, 0, dtype)
-        assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
+    args = (small, big, *scales, *case.geometry, 0, dtype)
+    assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
 
 
 @on_cpu
@@ -142,9 +134,8 @@ def test_conv_grad_weight_of_tiles(provider, assert_same, shape, rank):
     g = rows_of(torch.randn_like(case.g)).float()
     tiles = conv.tile_rows(g, case.geometry[0], case.small_size)
     small, scale, _ = reference.quantize_columns(tiles, rank, 1, 8, True, True)
-    for zero in (None, torch.randn(len(big))):
-        args = (small, big, scale, big_scale, None, zero, *case.geometry, rank, torch.float32)
-        assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
+    args = (small, big, scale, big_scale, *case.geometry, rank, torch.float32)
+    assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
 
 
 @on_cpu
@@ -179,9 +170,7 @@ def test_full_transform_approximates_the_plain_product():
         conv.tile_rows(g, 4, case.small_size), 16, 1, 8, True, False
     )
     big, big_scale, _ = reference.quantize_columns(x, 0, 1, 8, True, False)
-    got = conv.conv_grad_weight(
-        small, big, scale, big_scale, None, None, *case.geometry, 16, torch.float32
-    )
+    got = conv.conv_grad_weight(small, big, scale, big_scale, *case.geometry, 16, torch.float32)
     error = (got.movedim(-1, 1) - exact).norm() / exact.norm()
     assert error < 0.06  # a step of 4 times the INT8 grid's, uniform: 0.0083 * 4 at absmax 3.5
 
@@ -190,8 +179,7 @@ def test_full_transform_approximates_the_plain_product():
 def test_opcheck(name):
     case, small, big, scales = random_case(*SHAPES[1])
     if name == "conv_grad_weight":
-        args = (small.t().contiguous().t(), big, *scales, None, torch.randn(len(big)))
-        args = (*args, *case.geometry, 0, torch.float32)
+        args = (small.t().contiguous().t(), big, *scales, *case.geometry, 0, torch.float32)
     else:
         rows, weight = small.t(), case.weight_rows()
         args = (rows, weight, torch.ones(len(rows)), torch.ones(len(weight)), *case.geometry)
@@ -204,11 +192,9 @@ def test_wrong_arguments_say_what_was_expected():
     op = torch.ops.hot.conv_grad_weight
     tail = (*case.geometry, 0, torch.float32)
     with pytest.raises(RuntimeError, match="expected small of at least"):
-        op(small[:, :5], big, *scales, None, None, *tail)
-    with pytest.raises(RuntimeError, match="expected small_zero without"):
-        op(small, big, *scales, scales[0], scales[1], *tail)
+        op(small[:, :5], big, *scales, *tail)
     with pytest.raises(RuntimeError, match="expected 2 sizes, strides"):
-        op(small, big, *scales, None, None, 2, [14], *tail[2:])
+        op(small, big, *scales, 2, [14], *tail[2:])
     with pytest.raises(RuntimeError, match="expected 392 rows"):
         torch.ops.hot.conv_grad_input(small, big, *scales, *case.geometry, torch.float32)
 

@@ -35,13 +35,12 @@ def poison():
 def two_reads(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Every operator of the family once, as a layer's backward uses them."""
     ops = torch.ops.hot
-    stored = ops.compress_int4(x)
+    x_q, x_scale, _ = ops.quantize_columns(x, 0, 1, 8, True, False)
     row_q, row_scale, col_q, col_scale, total = ops.quantize_grad(g, 4, True, 0, 1, True)
     w_q, w_scale, _ = ops.quantize_columns(w, 16, 1, 4, True, False)
-    x_q, x_scale, zero = ops.expand_int4(*stored)
     g_x = ops.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.bfloat16)
-    g_w = ops.scaled_int_mm(col_q, x_q, col_scale, x_scale, total, zero, torch.bfloat16)
-    return (*stored, row_q, row_scale, col_q, col_scale, total, w_q, w_scale, g_x, g_w)
+    g_w = ops.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, torch.bfloat16)
+    return x_q, x_scale, row_q, row_scale, col_q, col_scale, total, w_q, w_scale, g_x, g_w
 
 
 def one_read(rank: int, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -49,10 +48,7 @@ def one_read(rank: int, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     ops = torch.ops.hot
     row_q, row_scale, col_q, fold, peak, equal, sums = ops.quantize_one_read(g, rank, 1, True, True)
     w_q, w_scale, _ = ops.quantize_columns(w * equal[:, None], 16, 1, 8, True, False)
-    if rank == 0:
-        x_q, x_scale = ops.rescale_int4(*ops.compress_int4(x), fold, peak)
-    else:
-        x_q, x_scale = ops.rescale_int8(*ops.compress_int8(x, rank, 1), fold, peak)
+    x_q, x_scale = ops.rescale_int8(*ops.compress_int8(x, rank, 1), fold, peak)
     g_x = ops.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.bfloat16)
     g_w = ops.hadamard_int_mm(col_q, equal, x_q, x_scale, 384, False, torch.bfloat16)
     return row_q, row_scale, col_q, fold, peak, equal, sums, w_q, w_scale, x_q, x_scale, g_x, g_w
@@ -132,14 +128,11 @@ def test_opcheck():
         "quantize_rows": (x, 4, True, True),
         "quantize_columns": (x.t().contiguous().t(), 8, 1, 8, True, False),
         "quantize_grad": (x, 4, True, 0, 1, True),
-        "compress_int4": (x,),
-        "expand_int4": ops.compress_int4(x),
         "scaled_int_mm": (q, q, ones, ones, ones, ones, torch.bfloat16),
         "quantize_one_read": (x, 8, 5, True),
         "hadamard_int_mm": (blocks, equal, q, ones, 20, True, torch.bfloat16),
         "compress_int8": (x, 8, 1),
         "rescale_int8": (*ops.compress_int8(x, 0, 1), fold, peak),
-        "rescale_int4": (*ops.compress_int4(x), fold, peak),
     }
     for name, args in calls.items():
         tests = ("test_schema", "test_faketensor")
@@ -150,8 +143,8 @@ def test_convolutions_are_measured_by_their_definition():
     """The plan leaves them exact here; calibration still asks what they would cost."""
     small, big = (torch.randint(-9, 9, (n, 2 * 36), dtype=torch.int8) for n in (5, 3))
     sizes = (2, [6, 6], [6, 6], [3, 3], [1, 1], [1, 1], [1, 1], 0, torch.float32)
-    args = (small, big, torch.rand(5), torch.rand(3), None, torch.rand(3))
-    got = torch.ops.hot.conv_grad_weight(*(a if a is None else a.cuda() for a in args), *sizes)
+    args = (small, big, torch.rand(5), torch.rand(3))
+    got = torch.ops.hot.conv_grad_weight(*(a.cuda() for a in args), *sizes)
     torch.testing.assert_close(got.cpu(), reference.conv_grad_weight(*args, *sizes))
 
 
@@ -186,10 +179,9 @@ def test_more_than_2_to_31_elements():
     k = (rows + 15) // 16 * 8
     near = col_q[:, k - kept.shape[0] : k].float().cpu() * col_scale.cpu()[:, None]
     assert (near.t() - kept).abs().max() <= 1.001 * col_scale.max().item()
-    packed, scale, minimum = torch.ops.hot.compress_int4(x[: 2**21])
-    want = reference.compress_int4(x[2**21 - 128 : 2**21].cpu())
-    got = (packed[:, -64:].cpu(), scale[:, -1:].cpu(), minimum[:, -1:].cpu())
-    check_equal(got, want)
+    q, scale = torch.ops.hot.compress_int8(x[: 2**21], 0, 1)
+    want = reference.compress_int8(x[2**21 - 128 : 2**21].cpu(), 0, 1)
+    check_equal((q[:, -128:].cpu(), scale[:, -1:].cpu()), want)
 
 
 @pytest.mark.slow

@@ -27,14 +27,11 @@ CALLS = {
     "quantize_rows": lambda x: (x, 4, True, True),
     "quantize_columns": lambda x: (x, 8, 1, 8, True, True),
     "quantize_grad": lambda x: (x, 4, True, 8, 5, True),
-    "compress_int4": lambda x: (x,),
-    "expand_int4": lambda x: reference.compress_int4(x),
     "scaled_int_mm": lambda x: _product_args(terms=x.shape[0] > 20),
     "quantize_one_read": lambda x: (x, 8, 5, True),
     "hadamard_int_mm": lambda x: _grad_weight_args(x.shape[0] > 20),
     "compress_int8": lambda x: (x, 8, 1),
     "rescale_int8": lambda x: (*reference.compress_int8(x, 0, 1), torch.rand(32), torch.rand(2)),
-    "rescale_int4": lambda x: (*reference.compress_int4(x), torch.rand(32), torch.rand(2)),
 }
 
 
@@ -71,7 +68,6 @@ def test_results_do_not_alias_inputs():
 X = torch.zeros(6, 8)
 Q = torch.zeros(6, 32, dtype=torch.int8)
 ONES = torch.ones(6)
-BF16 = torch.zeros(4, 1, dtype=torch.bfloat16)
 MISTAKES = [
     ("quantize_rows", (torch.zeros(3), 8, True, True), r"2-D x; got 1-D \[3\]"),
     ("quantize_rows", (X.double(), 8, True, True), "float32, bfloat16 or float16; got"),
@@ -81,10 +77,6 @@ MISTAKES = [
     ("quantize_columns", (X, 8, 4, 8, True, True), "divides the rows of x; got tokens 4 for 6"),
     ("quantize_columns", (X, 8, 0, 8, True, True), "got tokens 0"),
     ("quantize_grad", (X[0], 4, True, 8, 1, True), "2-D grad_output; got 1-D"),
-    ("compress_int4", (X.int(),), "float32, bfloat16 or float16; got"),
-    ("expand_int4", (X, BF16, BF16), "packed of dtype uint8"),
-    ("expand_int4", (X[:, :3].byte(), BF16, BF16), "multiple of 16 bytes.* got 3"),
-    ("expand_int4", (torch.zeros(4, 80).byte(), BF16, BF16), r"scale of shape \[4, 2\]; got"),
     ("scaled_int_mm", (X, Q, ONES, ONES, None, None, torch.float32), "a of dtype int8"),
     ("scaled_int_mm", (Q, Q[:, :16], ONES, ONES, None, None, torch.float32), "of one K; got"),
     ("scaled_int_mm", (Q, Q, ONES[:2], ONES, None, None, torch.float32), r"shape \[6\]; got"),
@@ -101,8 +93,7 @@ def test_mistakes_are_explained(name, args, message):
 
 
 ONE_READ = {
-    *("quantize_one_read", "hadamard_int_mm"),
-    *("compress_int8", "rescale_int4", "rescale_int8"),
+    *("quantize_one_read", "hadamard_int_mm", "compress_int8", "rescale_int8"),
 }
 
 

@@ -17,10 +17,6 @@ GROUPS = [(1, 197), (3, 5), (8, 25), (16, 7), (16, 49), (33, 7), (33, 11), (64, 
 EXPONENTS = (-126, -117, -116, -115, -101, -100, -99, -92, -91, -60, 60, 99, 120)
 
 
-def check_storage(check, x):
-    check("expand_int4", *(t.contiguous() for t in check("compress_int4", x)))
-
-
 def check_sums(sums, x):
     """Add up to the sum over rows, within what adding floats one by one may lose."""
     want, lost = x.double().sum(0), x.double().abs().sum(0) * x.shape[0] * 2**-24
@@ -36,9 +32,6 @@ def check_one_read(provider, check, x, rank=0, tokens=1):
     check_sums(provider("quantize_one_read", x, rank, tokens, True)[-1], x)
     check("quantize_one_read", x, rank, tokens, False, True)
     check("rescale_int8", *check("compress_int8", x, rank, tokens), fold, peak)
-    if rank == 0:
-        stored = (t.contiguous() for t in reference.compress_int4(x))
-        check("rescale_int4", *stored, fold, peak)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,12 +98,6 @@ def test_grad_in_every_form(check, shape, dtype):
 @pytest.mark.parametrize("rank", [0, 8, 16])
 def test_grad_with_tokens(check, rank):
     check("quantize_grad", sample(35 * 50, 136, torch.bfloat16), 4, True, rank, 50, True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (128, 64), (129, 9), (250, 7), (1000, 100)])
-def test_int4_storage(check, shape, dtype):
-    check_storage(check, sample(*shape, dtype) + 3)
 
 
 @on_cuda
@@ -186,7 +173,6 @@ def test_special_values(provider, check, value, everywhere):
         for rank in (0, 6, 8, 16):
             check("quantize_grad", x, 4, True, rank, 1, True)
         check("quantize_grad", x, 8, False, 8, 5, False)
-        check_storage(check, x)
 
 
 @on_cuda
@@ -235,7 +221,6 @@ def test_layouts(provider, definition, assert_same, layout, dtype):
         same("quantize_grad", x, 4, True, 8, 1, True)
         same("quantize_columns", x, 0, 1, 8, True, False)
         same("quantize_rows", x, 4, True, False)
-        same("compress_int4", x)
         if provider.fused:
             for rank in (0, 8):
                 same("quantize_one_read", x, rank, 1)
@@ -244,12 +229,6 @@ def test_layouts(provider, definition, assert_same, layout, dtype):
     row = sample(1, 136, dtype).to(provider.device).expand(40, -1)
     want = definition("quantize_grad", row.cpu(), 4, True, 8, 1, True)
     assert_same(provider("quantize_grad", row, 4, True, 8, 1, True), want)
-
-
-def test_layouts_of_stored_values(provider, definition, assert_same):
-    packed = definition("compress_int4", sample(45, 50))
-    turned = [t.to(provider.device).t().contiguous().t() for t in packed]
-    assert_same(provider("expand_int4", *turned), definition("expand_int4", *packed))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

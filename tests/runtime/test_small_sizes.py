@@ -91,12 +91,10 @@ def test_all_convolutions(provider, assert_same, dims, batch):
 def check_grad_weight(provider, assert_same, geometry, batch, outputs, inputs):
     small, big, *scales = conv_operands(geometry, batch, outputs, inputs)
     channels_last = small.t().contiguous().t(), big.t().contiguous().t()
-    zeros = ((None, None), (torch.randn(outputs), None), (None, torch.randn(inputs)))
-    for zero in zeros:
-        tail = (*scales, *zero, batch, *geometry, 0, torch.float32)
-        want = reference.conv_grad_weight(small, big, *tail)
-        for operands in ((small, big), channels_last):
-            assert_same(provider("conv_grad_weight", *operands, *tail), want)
+    tail = (*scales, batch, *geometry, 0, torch.float32)
+    want = reference.conv_grad_weight(small, big, *tail)
+    for operands in ((small, big), channels_last):
+        assert_same(provider("conv_grad_weight", *operands, *tail), want)
 
 
 def check_grad_input(provider, geometry, batch, outputs, inputs):

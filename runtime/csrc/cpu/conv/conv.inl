@@ -61,8 +61,7 @@ void store_floats(const float* values, int64_t n, Float type, void* out) {
 
 constexpr int kTileBlock = 32;  // loops over a block's tiles are vectorised by the compiler
 
-/// A block's sums into `out`, [kept, out_stride].
-template <bool Narrow>
+/// A block's sums, divided by 16 and rounded half up, into `out`, [kept, out_stride].
 inline void transform_block(int16_t (&x)[16][kTileBlock], uint32_t kept, int8_t* out,
                             int64_t out_stride, int64_t n) {
 #pragma GCC unroll 4
@@ -82,16 +81,14 @@ inline void transform_block(int16_t (&x)[16][kTileBlock], uint32_t kept, int8_t*
     if (!(kept >> e & 1)) continue;
     int8_t q[kTileBlock];
     for (int i = 0; i < kTileBlock; ++i) {
-      int16_t sum = x[e][i];
-      q[i] = static_cast<int8_t>(Narrow ? static_cast<int16_t>(sum + 8) >> 4 : sum);
+      q[i] = static_cast<int8_t>(static_cast<int16_t>(x[e][i] + 8) >> 4);
     }
     std::memcpy(out, q, n);
     out += out_stride;
   }
 }
 
-template <bool Narrow>
-void transform_tiles_of(const Tiles& t) {
+void transform_tiles(const Tiles& t) {
   alignas(64) int16_t x[16][kTileBlock];
   // whole blocks, the last one over part of the one before
   const int64_t whole = t.n < kTileBlock ? 0 : (t.n + kTileBlock - 1) / kTileBlock;
@@ -102,18 +99,14 @@ void transform_tiles_of(const Tiles& t) {
       const int8_t* from = t.elements[e] + first;
       for (int i = 0; i < kTileBlock; ++i) x[e][i] = from[i];
     }
-    transform_block<Narrow>(x, t.kept, t.out + first, t.n, kTileBlock);
+    transform_block(x, t.kept, t.out + first, t.n, kTileBlock);
   }
   if (whole > 0) return;
   std::memset(x, 0, sizeof(x));
   for (int e = 0; e < 16; ++e) {
     for (int64_t i = 0; i < t.n; ++i) x[e][i] = t.elements[e][i];
   }
-  transform_block<Narrow>(x, t.kept, t.out, t.n, t.n);
-}
-
-void transform_tiles(const Tiles& t) {
-  t.narrow ? transform_tiles_of<true>(t) : transform_tiles_of<false>(t);
+  transform_block(x, t.kept, t.out, t.n, t.n);
 }
 
 }  // namespace hot::HOT_ISA

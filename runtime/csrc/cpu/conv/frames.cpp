@@ -45,10 +45,6 @@ void fill_row(const Axis& a, int64_t phase, const int8_t* source, int8_t* row) {
   const int64_t first = zeros_before(a, phase);
   const int64_t end = a.length - zeros_after(a, phase, a.length);
   if (first >= end) return;
-  if (!source) {
-    std::memset(row + first, 1, end - first);
-    return;
-  }
   const int8_t* from = source + phase - a.padding;
   if (a.step == 1) {
     std::memcpy(row + first, from + first, end - first);
@@ -103,7 +99,7 @@ void Frames::fill_big(const int8_t* source, int8_t* frames) const {
               const int64_t at1 = f1 * a1.step + p1 - a1.padding;
               if (at0 < 0 || at0 >= a0.big || at1 < 0 || at1 >= a1.big) continue;
               const int64_t row = (b * a0.big + at0) * a1.big + at1;
-              fill_row(a2, p2, source ? source + row * a2.big : nullptr, frames);
+              fill_row(a2, p2, source + row * a2.big, frames);
             }
           }
         }
@@ -120,10 +116,6 @@ void Frames::fill_small(const int8_t* source, int64_t parts, int8_t* frame) cons
     for (int64_t i0 = 0; i0 < a0.count; ++i0) {
       for (int64_t i1 = 0; i1 < a1.count; ++i1) {
         int8_t* row = frame + ((b * a0.length + i0) * a1.length + i1) * a2.length;
-        if (!source) {
-          std::memset(row, 1, a2.count);
-          continue;
-        }
         if (parts == 1) std::memcpy(row, source, a2.count);
         for (int64_t i = 0; parts > 1 && i < a2.count; ++i) {
           for (int64_t part = 0; part < parts; ++part) {

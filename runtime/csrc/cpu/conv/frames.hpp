@@ -39,9 +39,9 @@ struct Frames {
   /// Start of what kernel offset k and element e of a tile see, within a channel's frames.
   int64_t start(const int64_t (&k)[3], const int64_t (&e)[3]) const;
 
-  /// Writes one channel's frames, [phases, size]; source null: ones, the mask of what is inside.
+  /// Writes one channel's frames, [phases, size].
   void fill_big(const int8_t* source, int8_t* frames) const;
-  /// Writes one channel of the small side, [parts, size], from [tiles, parts]; source null: ones.
+  /// Writes one channel of the small side, [parts, size], from [tiles, parts].
   void fill_small(const int8_t* source, int64_t parts, int8_t* frame) const;
 };
 

@@ -21,7 +21,6 @@ constexpr int kLanes = 16;          // columns handled together; also the Hadama
 constexpr int kTile = 64;           // K-elements of one column written together: a cache line
 constexpr int kStrip = 64;          // widest strip of columns one task works on
 constexpr int kContractAlign = 32;  // ops.CONTRACT_ALIGN
-constexpr int kInt4Group = 128;     // ops.INT4_GROUP
 
 /// A contiguous float matrix.
 struct Matrix {
@@ -72,19 +71,6 @@ struct ColumnOutput {
   int64_t k;
 };
 
-/// Packed INT4 storage: packed [cols, bytes], scale and minimum bf16 [cols, groups].
-struct Int4Storage {
-  uint8_t* packed;
-  uint16_t *scale, *minimum;
-  int64_t bytes, groups;
-};
-
-/// expand_int4's result: q [cols, 2 * bytes], scale and zero [cols].
-struct Int8Columns {
-  int8_t* q;
-  float *scale, *zero;
-};
-
 /// Dequantisation of int32 sums [rows, n]; terms may be null together.
 struct Epilogue {
   const int32_t* const* parts;  // the product is the sum of these (K is split to avoid overflow)
@@ -119,12 +105,11 @@ struct Fold {
   int64_t channels;
 };
 
-/// Sixteen elements of n tiles, an array each, to the kept sums of their transform.
+/// Sixteen elements of n tiles, an array each, to the kept sums of their transform, divided by 16, half up.
 struct Tiles {
   const int8_t* elements[16];
   int64_t n;
   uint32_t kept;
-  bool narrow;  // divide by 16, half up
   int8_t* out;  // [kept, n]
 };
 
@@ -144,11 +129,6 @@ struct Kernels {
   /// q; adds the sums of the integers to sum [lanes].
   void (*emit_columns)(const float* values, const ColumnTask&, int64_t first, int64_t end,
                        const float* reciprocal, Rounding, const ColumnOutput&, int32_t* sum);
-  /// Compresses columns [column, column + width) of one group of rows.
-  void (*compress_int4)(const Matrix&, int64_t group, int64_t column, int width,
-                        const Int4Storage&);
-  /// Expands columns [begin, end).
-  void (*expand_int4)(const Int4Storage&, int64_t begin, int64_t end, const Int8Columns&);
   /// Dequantises rows [begin, end).
   void (*epilogue)(const Epilogue&, int64_t begin, int64_t end);
   /// Exact product of rows [begin, end), for machines whose library product saturates.

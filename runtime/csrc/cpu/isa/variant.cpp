@@ -8,7 +8,6 @@
 #include "cpu/quantize/quantize.inl"
 #include "cpu/quantize/rows.inl"
 #include "cpu/quantize/columns.inl"
-#include "cpu/storage/int4.inl"
 #include "cpu/gemm/product.inl"
 #include "cpu/conv/conv.inl"
 // clang-format on
@@ -16,8 +15,8 @@
 namespace hot::HOT_ISA {
 
 extern const Kernels kKernels = {
-    HOT_QUOTE(HOT_ISA), rows_absmax, quantize_rows, gather_columns, emit_columns, compress_int4,
-    expand_int4,        epilogue,    int_product,   fold,           store_floats, transform_tiles,
+    HOT_QUOTE(HOT_ISA), rows_absmax, quantize_rows, gather_columns, emit_columns,
+    epilogue,           int_product, fold,          store_floats,   transform_tiles,
 };
 
 }  // namespace hot::HOT_ISA

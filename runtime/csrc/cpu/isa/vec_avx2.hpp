@@ -100,15 +100,6 @@ inline I floor_to_int(F x) {
 }
 inline I nearest_to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 
-inline I nearest_product(F x, F y) {
-  __m256 magic = _mm256_set1_ps(0x1.8p23f);
-  auto half = [=](__m256 a, __m256 b) {
-    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_fmadd_ps(a, b, magic)),
-                            _mm256_castps_si256(magic));
-  };
-  return {half(x.a, y.a), half(x.b, y.b)};
-}
-
 inline I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I mul_int(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 inline I and_int(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
@@ -118,10 +109,6 @@ inline I max_int(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi3
 template <int N>
 inline I shift_right(I x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
-}
-template <int N>
-inline I shift_left(I x) {
-  return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
 }
 
 inline __m256 butterfly(__m256 x, __m256 partner, __m256 sign) {
@@ -165,10 +152,6 @@ inline I clamp_bytes(I x, int qmax) {
   return {_mm256_min_epi8(_mm256_max_epi8(x.a, low), high),
           _mm256_min_epi8(_mm256_max_epi8(x.b, low), high)};
 }
-inline I min_unsigned_bytes(I x, int top) {
-  __m256i high = _mm256_set1_epi8(static_cast<char>(top));
-  return {_mm256_min_epu8(x.a, high), _mm256_min_epu8(x.b, high)};
-}
 inline __m256i sum_of_bytes(__m256i x) {
   __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x);
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -209,18 +192,6 @@ inline void transpose(I (&x)[16]) {
 inline void store_bytes(void* p, I x, int n) {
   if (n == 64) return store_int(p, x);
   std::memcpy(p, &x, n);
-}
-
-inline void expand_nibbles(const uint8_t* packed, int n, const int8_t* table, int8_t* q) {
-  __m128i lut = half_register(table), mask = _mm_set1_epi8(15);
-  for (int i = 0; i < n; i += 16) {
-    __m128i x = half_register(packed + i);
-    __m128i low = _mm_shuffle_epi8(lut, _mm_and_si128(x, mask));
-    __m128i high = _mm_shuffle_epi8(lut, _mm_and_si128(_mm_srli_epi16(x, 4), mask));
-    auto* out = reinterpret_cast<__m128i*>(q + 2 * i);
-    _mm_storeu_si128(out, _mm_unpacklo_epi8(low, high));
-    _mm_storeu_si128(out + 1, _mm_unpackhi_epi8(low, high));
-  }
 }
 
 inline int32_t dot(const int8_t* a, const int8_t* b, int64_t n) {

@@ -67,13 +67,6 @@ inline I nearest_to_int(F x) {  // ties to even
   return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// a * b rounded once, to an integer, ties to even; for |a * b| < 2^22.
-inline I nearest_product(F a, F b) {
-  F magic = _mm512_set1_ps(0x1.8p23f);
-  return _mm512_sub_epi32(_mm512_castps_si512(_mm512_fmadd_ps(a, b, magic)),
-                          _mm512_castps_si512(magic));
-}
-
 inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I and_int(I a, I b) { return _mm512_and_si512(a, b); }
@@ -83,10 +76,6 @@ inline I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
 template <int N>
 inline I shift_right(I a) {
   return _mm512_srli_epi32(a, N);
-}
-template <int N>
-inline I shift_left(I a) {
-  return _mm512_slli_epi32(a, N);
 }
 
 inline F butterfly(F x, F partner, __mmask16 high) {
@@ -124,9 +113,6 @@ inline I clamp_bytes(I x, int qmax) {
   x = _mm512_max_epi8(x, _mm512_set1_epi8(static_cast<char>(-qmax)));
   return _mm512_min_epi8(x, _mm512_set1_epi8(static_cast<char>(qmax)));
 }
-inline I min_unsigned_bytes(I x, int top) {
-  return _mm512_min_epu8(x, _mm512_set1_epi8(static_cast<char>(top)));
-}
 // Adds the four signed bytes of each lane to that lane of sum.
 inline I add_bytes(I sum, I x) {
   I pairs = _mm512_maddubs_epi16(_mm512_set1_epi8(1), x);
@@ -160,20 +146,6 @@ inline void transpose(I (&x)[16]) {
 }
 // The first n bytes, n a multiple of 4.
 inline void store_bytes(void* p, I x, int n) { _mm512_mask_storeu_epi32(p, first(n / 4), x); }
-
-// q[2 i], q[2 i + 1] = table[low, high nibble of packed[i]], n a multiple of 16.
-inline void expand_nibbles(const uint8_t* packed, int n, const int8_t* table, int8_t* q) {
-  __m128i lut = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-  __m128i mask = _mm_set1_epi8(15);
-  for (int i = 0; i < n; i += 16) {
-    __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed + i));
-    __m128i low = _mm_shuffle_epi8(lut, _mm_and_si128(x, mask));
-    __m128i high = _mm_shuffle_epi8(lut, _mm_and_si128(_mm_srli_epi16(x, 4), mask));
-    auto* out = reinterpret_cast<__m128i*>(q + 2 * i);
-    _mm_storeu_si128(out, _mm_unpacklo_epi8(low, high));
-    _mm_storeu_si128(out + 1, _mm_unpackhi_epi8(low, high));
-  }
-}
 
 inline int32_t dot(const int8_t* a, const int8_t* b, int64_t n) {
   I sum = _mm512_setzero_si512();

@@ -134,13 +134,6 @@ inline I nearest_to_int(F x) {  // ties to even, for |x| < 2^22
   return lanes<I>([&](int i) { return static_cast<int32_t>((x.v[i] + 0x1.8p23f) - 0x1.8p23f); });
 }
 
-inline I nearest_product(F a, F b) {  // exact in a double, so rounded once
-  return lanes<I>([&](int i) {
-    double t = static_cast<double>(a.v[i]) * static_cast<double>(b.v[i]);
-    return static_cast<int32_t>((t + 0x1.8p52) - 0x1.8p52);
-  });
-}
-
 inline I add_int(I a, I b) {
   return lanes<I>([&](int i) { return static_cast<int32_t>(uint32_t(a.v[i]) + uint32_t(b.v[i])); });
 }
@@ -162,10 +155,6 @@ inline I max_int(I a, I b) {
 template <int N>
 inline I shift_right(I a) {
   return lanes<I>([&](int i) { return static_cast<int32_t>(uint32_t(a.v[i]) >> N); });
-}
-template <int N>
-inline I shift_left(I a) {
-  return lanes<I>([&](int i) { return static_cast<int32_t>(uint32_t(a.v[i]) << N); });
 }
 
 inline F hadamard_lanes(F x) {
@@ -215,10 +204,6 @@ inline I clamp_bytes(I x, int qmax) {
     return static_cast<int8_t>(b < -qmax ? -qmax : b > qmax ? qmax : b);
   });
 }
-inline I min_unsigned_bytes(I x, int top) {
-  return bytewise(
-      x, [=](int8_t b) { return static_cast<int8_t>(static_cast<uint8_t>(b) > top ? top : b); });
-}
 inline I add_bytes(I sum, I x) {
   int8_t b[64];
   std::memcpy(b, x.v, 64);
@@ -236,13 +221,6 @@ inline void transpose(I (&x)[16]) {
   }
 }
 inline void store_bytes(void* p, I x, int n) { std::memcpy(p, x.v, n); }
-
-inline void expand_nibbles(const uint8_t* packed, int n, const int8_t* table, int8_t* q) {
-  for (int i = 0; i < n; ++i) {
-    q[2 * i] = table[packed[i] & 15];
-    q[2 * i + 1] = table[packed[i] >> 4];
-  }
-}
 
 inline int32_t dot(const int8_t* a, const int8_t* b, int64_t n) {
   int32_t sum = 0;

@@ -1,4 +1,4 @@
-// rescale_int4 and rescale_int8: storage times the fold along K, on one INT8 grid per column. One
+// rescale_int8: storage times the fold along K, on one INT8 grid per column. One
 // kernel finds the grids from scales alone; in the other a thread owns 16 places along K, whose
 // fold it reads once, in several columns.
 #include "cuda/common/bf16.cuh"
@@ -29,16 +29,11 @@ __device__ inline float tile_peak(const RescaleTask& task, int64_t tile) {
   return most;
 }
 
-template <bool kNibbles>
 __device__ inline float magnitude(const RescaleTask& task, int64_t at) {
-  float step = from_bf16(task.scale[at]);
-  if (!kNibbles) return __fmul_rn(step, 127.0f);
-  float low = from_bf16(task.minimum[at]);
-  return max_nan(fabsf(low), fabsf(__fadd_rn(__fmul_rn(15.0f, step), low)));
+  return __fmul_rn(from_bf16(task.scale[at]), 127.0f);
 }
 
 // The columns' grids from their bounds over all tiles, a tile a thread.
-template <bool kNibbles>
 __global__ void __launch_bounds__(kThreads) grids_kernel(const __grid_constant__ RescaleTask task) {
   __shared__ uint32_t most[kColumns];
   int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
@@ -53,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) grids_kernel(const __grid_constant__
     for (int c = 0; c < kColumns; ++c)
       if (c < columns)
         bound[c] = max_nan(
-            bound[c], __fmul_rn(magnitude<kNibbles>(task, (first + c) * task.tiles + tile), peak));
+            bound[c], __fmul_rn(magnitude(task, (first + c) * task.tiles + tile), peak));
   }
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
@@ -67,55 +62,37 @@ __global__ void __launch_bounds__(kThreads) grids_kernel(const __grid_constant__
 }
 
 // Where a thread's places of one column are, in bytes of storage and in scales.
-template <bool kNibbles>
 struct Place {
-  const uint8_t* stored;
+  const int8_t* stored;
   int64_t grid;
 
   __device__ Place(const RescaleTask& task, int64_t column, int64_t k, uint32_t tile)
-      : stored(static_cast<const uint8_t*>(task.stored) +
-               (column * task.contracted + k) / (kNibbles ? 2 : 1)),
-        grid(column * task.tiles + tile) {}
+      : stored(task.stored + column * task.contracted + k), grid(column * task.tiles + tile) {}
 
   __device__ void next(const RescaleTask& task) {
-    stored += task.contracted / (kNibbles ? 2 : 1);
+    stored += task.contracted;
     grid += task.tiles;
   }
 };
 
 // 16 stored values of one column and their tile's scale.
-template <bool kNibbles>
 struct Stored {
   uint4 words;
-  uint16_t step, low;
+  uint16_t step;
 
-  __device__ void load(const RescaleTask& task, const Place<kNibbles>& place) {
+  __device__ void load(const RescaleTask& task, const Place& place) {
     step = task.scale[place.grid];
-    if constexpr (kNibbles) {
-      uint2 half = __ldcs(reinterpret_cast<const uint2*>(place.stored));
-      words = make_uint4(half.x, half.y, 0, 0);
-      low = task.minimum[place.grid];
-    } else {
-      words = __ldcs(reinterpret_cast<const uint4*>(place.stored));
-    }
+    words = __ldcs(reinterpret_cast<const uint4*>(place.stored));
   }
 
   // In units of the column's grid, before the fold.
   __device__ void values(float reciprocal, float (&v)[kPlaces]) const {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
     float slope = __fmul_rn(from_bf16(step), reciprocal);
-    float start = kNibbles ? __fmul_rn(from_bf16(low), reciprocal) : 0.0f;
-    float base = __fmul_rn(-8388608.0f, slope);
 #pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      if (kNibbles) {  // 2^23 + nibble, times slope, less 2^23 slope: nibble * slope, rounded once
-        uint32_t bytes = word[i / 8] >> 4 * (i % 2) & 0x0F0F0F0Fu;
-        uint32_t bits = __byte_perm(bytes, 0x4B000000u, 0x7550 | i % 8 / 2);
-        v[i] = __fadd_rn(__fmaf_rn(__uint_as_float(bits), slope, base), start);
-      } else {  // byte + 128, in the mantissa of 2^23
-        uint32_t bits = __byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7550 | i % 4);
-        v[i] = __fmul_rn(__fadd_rn(__uint_as_float(bits), -8388736.0f), slope);
-      }
+    for (int i = 0; i < kPlaces; ++i) {  // byte + 128, in the mantissa of 2^23
+      uint32_t bits = __byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7550 | i % 4);
+      v[i] = __fmul_rn(__fadd_rn(__uint_as_float(bits), -8388736.0f), slope);
     }
   }
 };
@@ -140,14 +117,13 @@ __device__ inline uint4 fold_and_round(const float (&v)[kPlaces], const float (&
 
 // Storage and fold are older than grids_kernel, which waited for the kernels before it, so their
 // first reads need not wait for it in turn.
-template <bool kNibbles>
 __global__ void __launch_bounds__(kThreads, 4)
     rescale_kernel(const __grid_constant__ RescaleTask task) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
   int columns = static_cast<int>(min(task.columns - first, int64_t{kColumns}));
   int64_t step = int64_t{gridDim.y} * kThreads * kPlaces;
   int64_t k = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kPlaces;
-  Stored<kNibbles> stored[kAtOnce];
+  Stored stored[kAtOnce];
   float fold[kPlaces];
   bool waited = false;
   for (; k < task.contracted; k += step) {
@@ -160,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     uint32_t k_place = static_cast<uint32_t>(k / kOrder) * kColHash;
 #pragma unroll 1
     for (int c0 = 0; c0 < columns; c0 += kAtOnce) {
-      Place<kNibbles> place(task, first + c0, k, tile);
+      Place place(task, first + c0, k, tile);
 #pragma unroll
       for (int c = 0; c < kAtOnce; ++c, place.next(task))
         if (c0 + c < columns) stored[c].load(task, place);
@@ -181,18 +157,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (!waited) wait_for_predecessor();
 }
 
-template <bool kNibbles>
-void launch(const RescaleTask& task) {
-  unsigned groups = grid_size((task.columns + kColumns - 1) / kColumns);
-  int64_t chunks = (task.contracted + kThreads * kPlaces - 1) / (kThreads * kPlaces);
-  queue_kernel("rescale: grids", grids_kernel<kNibbles>, {groups, kThreads}, task.stream, task);
-  dim3 grid(groups, static_cast<unsigned>(chunks < kMostY ? chunks : kMostY));
-  queue_kernel("rescale", rescale_kernel<kNibbles>, {grid, kThreads}, task.stream, task);
-}
-
 }  // namespace
 
-void rescale_int4(const RescaleTask& task) { launch<true>(task); }
-void rescale_int8(const RescaleTask& task) { launch<false>(task); }
+void rescale_int8(const RescaleTask& task) {
+  unsigned groups = grid_size((task.columns + kColumns - 1) / kColumns);
+  int64_t chunks = (task.contracted + kThreads * kPlaces - 1) / (kThreads * kPlaces);
+  queue_kernel("rescale: grids", grids_kernel, {groups, kThreads}, task.stream, task);
+  dim3 grid(groups, static_cast<unsigned>(chunks < kMostY ? chunks : kMostY));
+  queue_kernel("rescale", rescale_kernel, {grid, kThreads}, task.stream, task);
+}
 
 }  // namespace hot
