@@ -95,6 +95,9 @@ class Row(StepRow):
     launches: int = 0
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     """Name, launches and ms a step of those that take longest; in the JSON only."""
+    calls: list[tuple[str, int, float]] = field(default_factory=list)
+    """The same of what takes the host longest, itself: operators, launches, waits (profiled, which
+    makes each longer)."""
 
 
 def workload(case: Case) -> Workload:
@@ -179,15 +182,21 @@ class Stepper:
         self.row.loss = loss.item()
 
     def look_at_kernels(self) -> None:
-        """Kernels and copies of one step."""
+        """Kernels and copies of one step, and what the host does for it."""
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
             self._waited(self.step)
-        device = torch.autograd.DeviceType.CUDA
-        kernels = [e for e in seen.key_averages() if e.device_type == device]
+        device, events = torch.autograd.DeviceType.CUDA, seen.key_averages()
+        kernels = [e for e in events if e.device_type == device]
         self.row.launches = sum(event.count for event in kernels)
         kernels.sort(key=lambda event: -event.self_device_time_total)
         self.row.kernels = [
             (e.key[:NAME], e.count, e.self_device_time_total / 1e3) for e in kernels[:LONGEST]
+        ]
+        calls = sorted(
+            (e for e in events if e.device_type != device), key=lambda e: -e.self_cpu_time_total
+        )
+        self.row.calls = [
+            (e.key[:NAME], e.count, e.self_cpu_time_total / 1e3) for e in calls[:LONGEST]
         ]
 
     def _waited(self, work: Callable[[], Any]) -> None:
@@ -342,6 +351,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="timed rounds")] = 8,
     jobs: Annotated[int, typer.Option(help="rows that compile at once")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
+    calls: Annotated[int, typer.Option(help="print what takes the host longest")] = 0,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="draw figures here")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> list[Row]:
@@ -359,6 +369,9 @@ def main(
         if json_file:  # each time: what was measured stays, whatever stops the rest
             write_json(json_file, where, settings, [asdict(row) for row in measured])
     Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
+    for row in measured:
+        for name, count, ms in row.calls[:calls]:
+            print(f"{row.case} {row.config}: {ms:8.3f} ms in {count:5d} x {name[:60]}")
     if plot_file:
         plot(measured, plot_file)
     return measured

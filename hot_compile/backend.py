@@ -22,17 +22,18 @@ from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import OBJECTS, HotConfig, Memory, option_names, split_options
 from .detached_logits import detach_logits, tied
 from .errors import OptionError, PassDisabledError
-from .figures import graph_facts, graph_key, keeping
+from .figures import graph_key, keeping
 from .frameworks import trace_past_warnings
 from .guarantee import Guaranteed, Way
 from .observing import acceptance
-from .observing.acceptance import Acceptance
+from .observing.acceptance import Acceptance, Findings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.eager import Eager, draws
 from .observing.gauge import Gauge, Watched
 from .observing.logit_guard import LogitGuard
 from .observing.monitor import Monitor, monitor_of
+from .observing.step_clock import clock_of
 from .observing.watching import Doubled, Twin, Watch
 from .passes.base.graph import graphs_of, module_path, readable
 from .passes.base.site import bytes_of
@@ -112,6 +113,9 @@ def hot(
     )
     if not trains(example_inputs):
         return stock(gm, example_inputs)
+    path = acceptance.path_of(gm, example_inputs, mode, options)
+    if isinstance(monitor, Acceptance):
+        config = config.changed(monitor.begins(path).lighter)
     prices = prices or functools.partial(pricing, prices=config.prices)
     code = code_being_compiled()
 
@@ -122,11 +126,10 @@ def hot(
         if way.stock:
             return tied(stock(own, example_inputs), logits, gm)
         key = graph_key(gm, example_inputs, mode, options)
-        facts = graph_facts(gm, example_inputs, mode, acceptance.settings_of(options))
         graph = _Graph(
             own, example_inputs, graph_inputs(gm), inner_compile, {**patches, **way.patches},
             recorder, way.config, prices, code, done, keeping(key, listener),
-            monitor.raised if monitor else {}, ledger, acceptance.path_of(facts),
+            monitor.raised if monitor else {}, ledger, path,
         )  # fmt: skip
         return tied(_compiled(graph, way.config, monitor, observer), logits, gm)
 
@@ -183,6 +186,8 @@ class _Graph:
     ledger: Callable[[torch.device, int], Ledger] = ledger_of
     path: Path = Path()
     """Where findings of looks at it are kept."""
+    known: Findings = dataclasses.field(default_factory=Findings)
+    """What earlier compiles of it found."""
 
     def compile(
         self,
@@ -219,6 +224,8 @@ class _Graph:
             raised=self.raised,
             allowance=budget.allowance() if budget else None,
             captured=self.captured,
+            timed=self.known.step,
+            known=self.known.summary,
             logits_key="" if logits is None else key,
         )
         joint = JointPass(context, _existing_passes(patches))
@@ -374,12 +381,11 @@ class _Graph:
     def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
         """Once for every width of a schedule."""
         compiled = {}
-        unheard = Dump() if self.recorder else None
         for bits in sorted({phase.gx_bits for phase in config.schedule}):
             own = dataclasses.replace(config, schedule=(), gx_bits=bits)
             graph = dataclasses.replace(self, gm=twin(self.gm))
             if bits != current_bits(config.schedule):
-                graph = dataclasses.replace(graph, recorder=unheard, listener=None)
+                graph = dataclasses.replace(graph, recorder=self.recorder and Dump(), listener=None)
             compiled[bits] = graph.compile(own, profile)
         return Scheduled(config.schedule, compiled)
 
@@ -405,19 +411,21 @@ def _accepted(
     graph: _Graph, config: HotConfig, profile: Profile | None, monitor: Acceptance
 ) -> Callable[..., Any]:
     """The graph as looks found it to be right, to be looked at where that is possible."""
-    known = monitor.begins(graph.path)
+    graph = dataclasses.replace(graph, known=monitor.begins(graph.path))
     config = monitor.applied(config, graph.inputs.parameters)
     if config.accept == "remembered" or monitor.cannot_see(graph.path, graph.unseen):
         return graph.finished(config, profile)
     gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
-    gauge.path, gauge.settled = graph.path, known.settled
+    gauge.path, gauge.settled = graph.path, graph.known.settled
     watch = graph.looked_at(config, profile, gauge)
     if not graph.changed:
         return watch.usual
     if graph.done:
         gauge.planned(graph.done[-1].plan.decisions)
+        gauge.step = graph.done[-1].plan.step
     gauge.heads = graph.integer_heads
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
+    watched.clock = None if graph.known.step else clock_of(graph.devices)
     monitor.watches((graph.code, graph.trained), watched)
     return watched
 
@@ -492,6 +500,7 @@ def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:
         runtime_version(),
         config.stable_hash(),
         graph.inputs,
+        graph.known.step,
         paths,
         prices,
         content,

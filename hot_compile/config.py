@@ -214,10 +214,9 @@ class HotConfig:
         recipe = options.pop("recipe", "hot")
         if not isinstance(recipe, str) or recipe not in RECIPES:
             raise OptionError.value("recipe", recipe, f"one of {sorted(RECIPES)}")
-        fields = {name: _PARSERS[name](name, value) for name, value in options.items()}
-        if fields.get("profile") is not None:  # what was calibrated is used as it is
-            fields.setdefault("lqs", "off")
-        config = dataclasses.replace(RECIPES[recipe], **fields)
+        if options.get("profile") is not None:  # what was calibrated is used as it is
+            options.setdefault("lqs", "off")
+        config = RECIPES[recipe].changed(options)
         budgets = [name for name in _BUDGETS if getattr(config, name) is not None]
         if budgets and (config.memory is Memory.FREE or len(budgets) > 1):
             other = "memory='free', which has a budget of its own, of time"
@@ -225,6 +224,11 @@ class HotConfig:
             wanted = f"None beside {other}"
             raise OptionError.value(budgets[0], getattr(config, budgets[0]), wanted)
         return config
+
+    def changed(self, options: Mapping[str, Any]) -> HotConfig:
+        """With these options laid over it, by their bare names. Raises OptionError as above."""
+        fields = {name: _PARSERS[name](name, value) for name, value in options.items()}
+        return dataclasses.replace(self, **fields)
 
     @property
     def peak(self) -> int | None:

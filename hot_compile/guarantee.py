@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
 
 from .again import SAME, Again, compiled_for, compiled_node, mutated_places, only_once, twin
-from .config import HotConfig, Memory
+from .config import HotConfig
 from .errors import HotError, OptionWarning
 from .record import GraphReport
 from .reproduction import cause, write_reproduction
@@ -50,6 +50,30 @@ class Way:
     """The part did something to the graph."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of what we do, and the options that leave it out."""
+
+    name: str
+    without: Mapping[str, Any]
+    used: Callable[[GraphReport], bool]
+    """It did something to the graph."""
+
+
+def stores(report: GraphReport) -> bool:
+    """Something that crosses to the backward is compressed, or waits in host memory."""
+    return any(c.scheme != "exact" or c.host_bytes for c in report.crossing)
+
+
+PARTS = (
+    Part("storage", {"memory": "off", "memory_budget": None, "peak_budget": None}, stores),
+    Part("heads in chunks", {"head": "off"}, lambda r: any(h.chunked for h in r.plan.heads)),
+    Part("an INT8 forward", {"forward": "exact"}, lambda r: any(f.int8 for f in r.plan.forwards)),
+    Part("gathered calls", {"gathered": False}, lambda report: bool(report.plan.rewritten)),
+)
+"""In the order in which they are left out."""
+
+
 _TORCHS = {"triton.mix_order_reduction": False, "triton.coalesce_tiling_analysis": False}
 """Two optimisations of Inductor on a GPU that stop compiling some of our graphs in 2.11 to 2.14.
 The fusion of a sum over rows with one over columns (``AssertionError: 256 v.s. 128``,
@@ -60,24 +84,15 @@ are symbols and streams of tokens are joined."""
 
 def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
     """All there are, in the order in which they are tried; whatever is off already left out."""
-    parts: list[tuple[str, dict[str, Any], Callable[[GraphReport], bool]]] = [
-        (
-            "storage",
-            {"memory": Memory.OFF, "memory_budget": None, "peak_budget": None},
-            lambda report: any(c.scheme != "exact" or c.host_bytes for c in report.crossing),
-        ),
-        ("heads in chunks", {"head": "off"}, lambda r: any(h.chunked for h in r.plan.heads)),
-        ("an INT8 forward", {"forward": "exact"}, lambda r: any(f.int8 for f in r.plan.forwards)),
-        ("gathered calls", {"gathered": False}, lambda report: bool(report.plan.rewritten)),
-    ]
     yield Way("", config)
     known = inductor_config.get_config_copy()
     torchs = {name: value for name, value in _TORCHS.items() if name in known}
     if on_gpu and torchs:
         yield Way("Inductor's mixed-order reductions and tile analysis", config, patches=torchs)
-    for name, fields, used in parts:
-        if any(getattr(config, field) != value for field, value in fields.items()):
-            yield Way(name, dataclasses.replace(config, **fields), used=used)
+    for part in PARTS:
+        other = config.changed(part.without)
+        if other != config:
+            yield Way(part.name, other, used=part.used)
     yield Way("everything", config, stock=True)
 
 

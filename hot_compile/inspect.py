@@ -155,6 +155,12 @@ class Explanation:
         held = megabytes(self.held_bytes)
         yield f"held between forward and backward: {held} ({megabytes(before)} uncompressed)"
         yield predicted_time(self.graphs)
+        yield from (f"a step: {g.plan.step}" for g in self.graphs if g.plan.step)
+        yield from dict.fromkeys(
+            f"as earlier runs found, {g.plan.known} (hot-compile profile forget forgets it)"
+            for g in self.graphs
+            if g.plan.known
+        )
         yield from (self.note,) if self.note else ()
         yield from budgets(self.graphs)
         rates = "; ".join(self.plan.rates) or "none, nothing was priced"

@@ -28,7 +28,7 @@ from .backend import check_options, hot, trains
 from .errors import OptionError, ScriptError
 from .figures import Figures, graph_key
 from .page import save_page
-from .stock import Compared, inductor
+from .stock import Compared
 from .summary import Summary
 
 
@@ -109,17 +109,13 @@ def hot_by_default(
     ``compared`` keeps all of every graph, which is then traced as stock, too, and compiled anew.
     """
     summary = Summary()
-    with _compiled_by(_Default(options, summary, compared)):
+    with by_default(_Default(options, summary, compared)):
         yield summary
 
 
-def stock_by_default() -> contextlib.AbstractContextManager[None]:
-    """Inside, what :func:`hot_by_default` compiles by "hot" is compiled by stock Inductor."""
-    return _compiled_by(inductor)
-
-
 @contextlib.contextmanager
-def _compiled_by(default: Any) -> Iterator[None]:
+def by_default(default: Any) -> Iterator[None]:
+    """Inside, what :func:`hot_by_default` compiles by "hot" is compiled by this backend."""
     stock = torch.compile
 
     @functools.wraps(stock)

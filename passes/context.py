@@ -27,6 +27,7 @@ from hot_compile.passes.storage.prices import (
     storing_seconds,
 )
 from hot_compile.passes.storage.record import Crossing
+from hot_compile.passes.storage.step_time import StepTime
 
 
 class Recorder(Protocol):
@@ -64,6 +65,10 @@ class Context:
     """What the graph may add to the device's memory, if there is a budget of a step's peak."""
     captured: bool = False
     """Steps are to be CUDA graphs."""
+    timed: StepTime | None = None
+    """How long a step takes, if that was measured."""
+    known: str = ""
+    """What earlier runs found and this one heeds, in words."""
     logits_key: str = ""
     """By which what is known of attention's logits is found; "": nobody watches them."""
 

@@ -106,7 +106,8 @@ class Joint:
 def _duration(joint: Joint) -> int:
     context, config = joint.context, joint.context.config
     if config.memory is Memory.AUTO and not config.has_budget:
-        joint.step = step_time(joint.graph, context.rates, context.captured)
+        predicted = step_time(joint.graph, context.rates, context.captured)
+        joint.step = context.timed or predicted
     return 0
 
 
@@ -130,13 +131,19 @@ def _candidates(joint: Joint) -> int:
 def _price(joint: Joint) -> int:
     devices = {site.device for site in joint.sites}
     joint.prices = {device: joint.context.pricing(device) for device in devices}
+    timed = joint.context.timed
+    if timed is not None and timed.waits_for_host:
+        known = ((d, rates) for d, rates in joint.prices.items() if not isinstance(rates, str))
+        joint.prices |= {device: rates.by_launch() for device, rates in known}
     return len(devices)
 
 
 def _plan(joint: Joint) -> int:
     context = joint.context
     args = (joint.sites, context.config, joint.prices, context.profile, joint.found)
-    joint.plan = dataclasses.replace(plan(*args), heads=joint.heads)
+    joint.plan = dataclasses.replace(
+        plan(*args), heads=joint.heads, step=joint.step, known=context.known
+    )
     return len(joint.plan.rewritten)
 
 

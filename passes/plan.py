@@ -40,6 +40,7 @@ from hot_compile.passes.plan_conv import (
 )
 from hot_compile.passes.profile import lqs
 from hot_compile.passes.profile.profile import LayerProfile, Profile
+from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
 PLAN_VERSION = 5
@@ -60,6 +61,10 @@ class Plan:
     """Whether each layer's forward product is on INT8; empty where options leave all exact."""
     rates: tuple[str, ...] = ()
     """Where the rates come from that the layers' devices were priced by."""
+    step: StepTime | None = None
+    """About what a step takes as it comes, where what is stored depends on that."""
+    known: str = ""
+    """What earlier runs found and this one heeds, in words."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -106,6 +111,8 @@ class Plan:
             "heads": heads,
             "forwards": forwards,
             "rates": list(self.rates),
+            "step": dataclasses.asdict(self.step) if self.step else None,
+            "known": self.known,
         }
 
     @classmethod
@@ -133,8 +140,10 @@ class Plan:
                 for h in data.get("heads", ())
             )
             forwards = tuple(ForwardDecision(**f) for f in data.get("forwards", ()))
+            step = StepTime(**data["step"]) if data.get("step") else None
             rates = tuple(data.get("rates", ()))
-            return cls(data["recipe"], decisions, forms, heads, forwards, rates)
+            known = data.get("known", "")
+            return cls(data["recipe"], decisions, forms, heads, forwards, rates, step, known)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError(
                 f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."

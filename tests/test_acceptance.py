@@ -137,7 +137,8 @@ def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):
         assert len(looks) == expected
     (file,) = kept.iterdir()
     assert json.loads(file.read_text()) == {
-        "demoted": {}, "raised": {}, "stored": {}, "settled": True,
+        "demoted": {}, "raised": {}, "stored": {}, "settled": True, "step": None,
+        "lighter": {}, "because": "",
     }  # fmt: skip
 
 

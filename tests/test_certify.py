@@ -1,8 +1,9 @@
-"""``hot-compile certify``: a script by "hot", looked at, and by stock, and what is said of both."""
+"""``hot-compile certify``: a script by "hot", looked at, beside stock in turns; what is said."""
 
 import functools
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from torch import nn
 from torch._dynamo.backends.debugging import eager
 from typer.testing import CliRunner
 
+import hot_compile
 from hot_compile import certify as certifying
-from hot_compile import launch
-from hot_compile.certify import Pace, certify, verdict
+from hot_compile.certify import Session, Turns, certify, choice, verdict
 from hot_compile.cli import app
+from hot_compile.observing import acceptance
+from hot_compile.observing.acceptance import Findings
 from hot_compile.observing.certificate import Certificate, Ran
 from hot_compile.observing.evidence import Spread
+from hot_compile.observing.monitor import Monitor
 from hot_compile.record import run_uncompiled
 
 SCRIPT = """
@@ -53,18 +57,54 @@ KINDS = {
 }
 
 
+class Clock:
+    """What tells the time: steps take what their code is said to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def taking(self, seconds, run):
+        def call(*args):
+            self.now += seconds
+            return run(*args)
+
+        return call
+
+
 @pytest.fixture(autouse=True)
-def node_by_node(monkeypatch, fresh_dynamo):
-    """Nothing is lowered, and the process is put back as it was."""
-    by_hot = functools.partial(launch.hot, inner_compile=run_uncompiled)
-    asked = []
+def kept(tmp_path, monkeypatch):
+    """Where findings are kept."""
+    monkeypatch.setattr(acceptance, "folder", lambda: tmp_path / "accepted")
+    return tmp_path / "accepted"
+
+
+@pytest.fixture
+def costs():
+    """Seconds of a step by what is in it; "stock" of one by stock."""
+    return {"stock": 0.1, "storage": 0.0, "products": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def node_by_node(monkeypatch, fresh_dynamo, costs):
+    """Nothing is lowered, time is as costs say, and the process is put back as it was."""
+    by_hot = functools.partial(certifying.hot, inner_compile=run_uncompiled)
+    asked, clock = [], Clock()
+
+    def hot(gm, inputs, *, options, **keywords):
+        seconds = 0.1 + costs["storage"] * (options.get("memory", "auto") not in ("off", "free"))
+        seconds += costs["products"] * ("strategies" not in options)
+        return clock.taking(seconds, by_hot(gm, inputs, options=options, **keywords))
 
     def stock(gm, inputs, *, mode=None, options=None):
         asked.append(options)
-        return eager(gm, inputs)
+        return clock.taking(costs["stock"], eager(gm, inputs))
 
-    monkeypatch.setattr(launch, "hot", by_hot)
-    monkeypatch.setattr(launch, "inductor", stock)
+    monkeypatch.setattr(certifying, "hot", hot)
+    monkeypatch.setattr(certifying, "inductor", stock)
+    monkeypatch.setattr(certifying, "time", clock)
     for name in ("argv", "path", "excepthook"):
         value = getattr(sys, name)
         monkeypatch.setattr(sys, name, list(value) if isinstance(value, list) else value)
@@ -101,7 +141,12 @@ def test_a_script_is_looked_at_and_measured_both_ways(script, kind, node_by_node
     told = capsys.readouterr()
     assert "reached its end" not in told.out
     said = [line for line in told.err.splitlines() if line.startswith("hot: by ")]
-    assert [line.split(", ")[0] for line in said] == ["hot: by hot", "hot: by stock Inductor"]
+    assert [line.split(", ")[0] for line in said] == [
+        "hot: by hot",
+        "hot: by hot and by stock Inductor in turns",
+    ]
+    assert (found.hot.seconds, found.stock.seconds) == pytest.approx((0.1, 0.1))
+    assert not found.parts
 
 
 @pytest.mark.gpu
@@ -160,11 +205,82 @@ def test_looks_go_on_while_something_is_repaired(script):
 
 
 def test_steps_of_a_second_optimizer_do_not_count():
-    pace, models = Pace(lambda _: False, 1), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    monitor, models = Monitor(), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    session = Session(Turns({}, monitor), monitor, 9)
     first, second = (torch.optim.SGD(m.parameters()) for m in models)
     for optimizer in (first, second, second, first):
-        pace(optimizer)
-    assert pace.done == 2
+        session(optimizer)
+    assert session.done == 2
+
+
+LARGE = {"memory_min_bytes": 1, "accept": "auto", **ALWAYS}
+
+
+def test_what_costs_time_is_found_and_left_out_by_the_next_run(script, costs, kept, capsys):
+    """Of parts that are as fast as stock when left out the one of the smallest peak stays out."""
+    costs |= {"storage": 0.03}
+    code, found = certify(script(), ["1000"], LARGE, steps=6)
+    assert code == 0
+    assert found.hot.seconds == pytest.approx(0.13)
+    assert found.stock.seconds == pytest.approx(0.1)
+    without = {name: ran.seconds for name, ran in found.parts.items()}
+    assert without["storage"] == without["storage that takes time"] == pytest.approx(0.1)
+    assert without["integer products"] == without["gathered calls"] == pytest.approx(0.13)
+    assert "heads in chunks" not in without
+    assert found.left_out.startswith("storage")
+    assert "steps of 100 ms for 130 ms (stock 100 ms)" in found.left_out
+    (table,) = certifying.parts_tables(found)
+    assert table.row_count == len(found.parts)
+
+    (file,) = kept.iterdir()
+    assert Findings.load(file).lighter["memory"] in ("off", "free")
+    capsys.readouterr()
+    code, again = certify(script(), ["1000"], LARGE, steps=2)
+    assert again.hot.seconds == pytest.approx(0.1)
+    assert not again.parts
+
+
+def test_explain_and_the_next_run_say_what_is_left_out(script, costs, caplog, monkeypatch):
+    costs |= {"products": 0.03}
+    kind = KINDS["hot"].replace("}", ', "accept": "auto"}')
+    path = Path(script())
+    path.write_text(SCRIPT.format(compiled=kind))
+    certify(str(path), ["1000"], {}, steps=2)
+    torch._dynamo.reset()
+    spec = {"__name__": "again"}
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", ["train.py", "0"])
+        exec(compile(path.read_text(), str(path), "exec"), spec)
+    shown = hot_compile.explain(spec["step"], torch.randn(48, 64))
+    assert "as earlier runs found, integer products is left out: steps of 100 ms" in str(shown)
+    assert not shown.plan.rewritten
+    assert "integer products is left out" in caplog.text
+    off = hot_compile.explain(spec["step"], torch.randn(48, 64), options={"accept": "off"})
+    assert off.plan.rewritten
+
+
+def test_parts_that_cost_time_together_are_left_out_together(script, costs):
+    costs |= {"storage": 0.03, "products": 0.03}
+    _, found = certify(script(), ["1000"], LARGE, steps=6)
+    both = found.parts["storage that takes time and storage and integer products"]
+    assert both.seconds == pytest.approx(0.1)
+    assert " and integer products" in found.left_out
+
+
+def test_a_budget_of_the_users_stays(script, costs, kept):
+    costs |= {"storage": 0.03}
+    _, found = certify(script(), ["1000"], {**LARGE, "memory_budget": 0.5}, steps=2)
+    assert not any("storage" in name for name in found.parts)
+    assert not found.left_out
+    assert not list(kept.glob("*"))
+
+
+def test_nothing_is_remembered_of_who_asked_not_to(script, costs, kept):
+    costs |= {"storage": 0.03}
+    _, found = certify(script(), ["1000"], {**LARGE, "accept": "off"}, steps=2)
+    assert found.hot.seconds > found.stock.seconds
+    assert not found.parts
+    assert not list(kept.glob("*"))
 
 
 def ran(seconds, peak, spread=0.001):
@@ -175,6 +291,14 @@ def of(hot, stock, off=()):
     spread = Spread(0.01, 0.05, "a")
     faults = dict.fromkeys(off, "error 1")
     return Certificate(2, 2, spread, None, None, faults, (), 1, {}, {}, hot, stock)
+
+
+def test_which_part_is_left_out():
+    hot, stock = ran(0.11, 40), ran(0.1, 100)
+    fast, lean, slow = ran(0.095, 90), ran(0.1, 50), ran(0.105, 45)
+    assert choice({"hot": hot, "stock": stock, "a": fast, "b": lean, "c": slow}) == "b"
+    assert choice({"hot": hot, "stock": stock, "c": slow, "d": ran(0.107, 40)}) == "c"
+    assert choice({"hot": hot, "stock": stock, "e": ran(0.12, 40)}) is None
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,10 @@ def certify(
         code, found = certifying.certify(*given)
     except (OptionError, PassDisabledError, ScriptError) as error:
         raise typer.BadParameter(str(error)) from None
-    console.print(certifying.table(found))
+    console.print(certifying.table(found), *certifying.parts_tables(found))
     print(f"{found}\n\n{certifying.verdict(found)}")
+    if found.left_out:
+        print(f"From the next run on {found.left_out}. hot-compile profile forget forgets it.")
     if file is not None:
         found.save_json(file)
     raise typer.Exit(code)

@@ -23,11 +23,14 @@ from torch import distributed, fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from hot_compile.again import called_in, only_once
+from hot_compile.config import HotConfig
+from hot_compile.figures import graph_facts
 from hot_compile.observing.auto import step_being_compiled
 from hot_compile.observing.monitor import KEPT_AS, Monitor, Qualities
 from hot_compile.observing.raising import Stored, bits_by_tensor
 from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.tuned import in_job
+from hot_compile.passes.storage.step_time import StepTime
 
 if TYPE_CHECKING:
     from hot_compile.observing.gauge import Gauge
@@ -38,10 +41,10 @@ BUDGET = 0.2
 """Relative error that a gradient may have: a cosine of 0.98."""
 _FIRST = (1, 2, 4, 8)
 """Forwards of new code that are looked at; then each power of the last, from 64 on."""
+_AWAITED = 4
+"""For so many forwards, from a look on, it is asked what other processes of the job found."""
 _HARMLESS = frozenset({"accept", "dump", "monitor", "strict"})
 """Options that change nothing that looks find."""
-_AWAITED = 4
-"""For so many forwards after a look it is asked what other processes of the job found."""
 
 
 @dataclasses.dataclass
@@ -56,9 +59,24 @@ class Findings:
     """Layers whose graph stores nothing compressed, and why."""
     settled: bool = False
     """The first looks found nothing any more."""
+    step: StepTime | None = None
+    """How long its steps took, if that was not as predicted."""
+    lighter: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options laid over the user's: they leave out what was measured to cost time."""
+    because: str = ""
+    """What was measured, where they do."""
 
     def __bool__(self) -> bool:
-        return bool(self.demoted or self.raised or self.stored)
+        return bool(self.demoted or self.raised or self.stored or self.step or self.lighter)
+
+    @property
+    def summary(self) -> str:
+        """What follows from it, in words."""
+        exact = len({*self.demoted, *self.raised, *self.stored})
+        parts = [f"{exact} layers or tensors are more exact"] * bool(exact)
+        parts += [f"a step is known to take {self.step}"] * bool(self.step)
+        parts += [self.because] * bool(self.lighter)
+        return ", ".join(parts)
 
     @classmethod
     def load(cls, path: Path) -> Findings:
@@ -71,9 +89,11 @@ class Findings:
     def from_text(cls, text: str) -> Findings:
         """Of JSON. Raises ValueError, TypeError or AttributeError for anything else."""
         found = cls(**json.loads(text))
+        found.step = StepTime(**found.step) if found.step else None  # type: ignore[arg-type]
         list(bits_by_tensor(found.raised))
         if not all(isinstance(part, dict) for part in (found.demoted, found.stored)):
             raise TypeError(text)
+        HotConfig.from_options(found.lighter)
         return found
 
     @property
@@ -92,8 +112,18 @@ def folder() -> Path:
     return Path(cache_dir()) / "hot_compile" / "accepted"
 
 
-def path_of(facts: str) -> Path:
-    """The file of a graph, by all that tells it from others; GPUs of a job count as one."""
+def path_of(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Path:
+    """The file of a graph, by all that tells it from others; GPUs of a job count as one.
+
+    Of ``options`` those count that change what looks find.
+    """
+    kept = {k: v for k, v in (options or {}).items() if k.removeprefix("hot.") not in _HARMLESS}
+    facts = graph_facts(gm, examples, mode, kept)
     digest = hashlib.sha256(re.sub(r"cuda:\d+", "cuda", facts).encode()).hexdigest()
     return folder() / f"{digest[:32]}.json"
 
@@ -106,6 +136,8 @@ class Acceptance(Monitor):
         self._known: dict[Path, Findings] = {}
         self.unseen: dict[str, str] = {}
         """Graphs that nobody can look at, and why."""
+        self.times: dict[str, StepTime] = {}
+        """How long graphs' steps take, where that was measured."""
 
     def begins(self, path: Path) -> Findings:
         """A graph is being compiled: start with what is known of it."""
@@ -115,12 +147,13 @@ class Acceptance(Monitor):
             found = self._known[path] = _agreed(path, 0, mine) or mine
             if found:
                 log.warning(
-                    "hot: %d layers or tensors are more exact from the beginning, as looks at "
-                    "earlier runs found (%s). `hot-compile profile forget` forgets it, "
-                    "options={'accept': 'off'} goes without.",
-                    len({*found.demoted, *found.raised, *found.stored}),
+                    "hot: from the beginning %s, as earlier runs found (%s). `hot-compile profile "
+                    "forget` forgets it, options={'accept': 'off'} goes without.",
+                    found.summary,
                     path,
                 )
+        if found.step is not None:
+            self.times[path.stem] = found.step
         self._take(found)
         return found
 
@@ -141,6 +174,10 @@ class Acceptance(Monitor):
         while forwards % _FIRST[-1] == 0:
             forwards //= _FIRST[-1]
         return forwards == 1
+
+    def wakes(self, forwards: int, settled: bool) -> bool:
+        """As of a monitor; in a job what others found is asked for some forwards after a look."""
+        return any(self.due(forwards - n, settled) for n in range(_AWAITED if in_job() else 1))
 
     def repair(
         self, step: int, found: Qualities, stored: Mapping[str, Stored], gauge: Gauge
@@ -177,6 +214,22 @@ class Acceptance(Monitor):
             assert gauge.path is not None
             known.save(gauge.path)
 
+    def timed(self, found: StepTime, gauge: Gauge) -> bool:
+        """As of a monitor; what the first process of a job measured counts for all."""
+        assert gauge.path is not None
+        path, predicted = gauge.path, gauge.step
+        surprising = found.waits_for_host != (predicted is not None and predicted.waits_for_host)
+        mine = self._known[path]
+        if surprising:
+            mine = dataclasses.replace(mine, step=found, settled=False)
+        agreed = _agreed(path, "time", mine) or mine
+        self.times[path.stem] = agreed.step or found
+        if agreed.step is None:
+            return False
+        self._keep(path, agreed)
+        log.warning("hot: a step takes %s. It is compiled again for that, once.", agreed.step)
+        return True
+
     def _parts(self) -> Iterator[dict[str, str]]:
         yield from (self.demoted, self.raised, self.stored)
 
@@ -197,11 +250,6 @@ def of_step_being_compiled() -> Acceptance:
     return Acceptance() if step is None else vars(step).setdefault(KEPT_AS, Acceptance())
 
 
-def settings_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of ``options`` that change what looks find."""
-    return {k: v for k, v in (options or {}).items() if k.removeprefix("hot.") not in _HARMLESS}
-
-
 def cannot_be_repeated(gm: fx.GraphModule, examples: Sequence[Any]) -> str:
     """Why a graph cannot be run a second time, operator by operator; empty if it can be."""
     if any("flex_attention" in name for name in called_in(gm)):
@@ -217,13 +265,13 @@ def computes_halves(examples: Sequence[Any]) -> bool:
     return any(x.dtype in halves for x in tensors) or any(map(torch.is_autocast_enabled, kinds))
 
 
-def _agreed(path: Path, number: int, mine: Findings | None) -> Findings | None:
+def _agreed(path: Path, number: int | str, mine: Findings | None) -> Findings | None:
     """What the first process of the job to find anything found; alone: ``mine``.
 
     It is told through the job's store, not by a collective: not every process may look.
 
     Args:
-        path: of the graph. number: of its repair; 0: what was known before.
+        path: of the graph. number: of its repair; 0: what was known before; "time": its steps'.
         mine: what this process would have; None: nothing, it only asks.
     """
     if not in_job():

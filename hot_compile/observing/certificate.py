@@ -16,6 +16,7 @@ from torch._dynamo.eval_frame import innermost_backend
 from hot_compile.config import Strategy
 from hot_compile.observing.evidence import Spread
 from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
+from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.sizes import memory_text, time_text
 
 
@@ -65,6 +66,12 @@ class Certificate:
     """How steps ran, if that was measured."""
     stock: Ran | None = None
     """How they ran by stock Inductor, if that was measured."""
+    parts: Mapping[str, Ran] = dataclasses.field(default_factory=dict)
+    """How steps ran without one part of hot each, if hot was slower than stock."""
+    left_out: str = ""
+    """What the next runs go without, and why; empty: nothing."""
+    times: Mapping[str, StepTime] = dataclasses.field(default_factory=dict)
+    """How long graphs' steps take a GPU and its host, where that was measured in the run."""
 
     def json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -85,6 +92,7 @@ class Certificate:
         unseen = [f"{name} ({why})" for name, why in self.unseen.items()]
         more = [f"Not looked at: {'; '.join(unseen)}."] * bool(unseen)
         off = [f"{name}: {why}" for name, why in self.off.items()]
+        more += [f"A step takes {step}." for step in self.times.values()]
         more += [f"OVER BUDGET: {'; '.join(off[:3])}{' and more' * (len(off) > 3)}."] * bool(off)
         return " ".join([", ".join([*parts, count, *raised]) + ".", *more])
 
@@ -150,6 +158,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         compiles=monitor.compiles,
         repaired={**monitor.demoted, **monitor.stored, **monitor.raised},
         unseen=_unseen(monitor),
+        times=dict(getattr(monitor, "times", {})),
     )
 
 

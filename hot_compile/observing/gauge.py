@@ -19,6 +19,7 @@ from hot_compile.observing.certificate import certificate
 from hot_compile.observing.evidence import Spread, Trace, judged
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
+from hot_compile.observing.step_clock import FIRST, StepClock
 from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
 from hot_compile.passes.measure.linear import (
@@ -30,12 +31,15 @@ from hot_compile.passes.measure.linear import (
 )
 from hot_compile.passes.measure.observe import Layer, Observer
 from hot_compile.passes.measure.stored import Fed
+from hot_compile.passes.storage.step_time import StepTime
 
 log = logging.getLogger("hot_compile")
 
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
 _FORWARDS = 8
 """Most forwards of a look before the first backward: a step may call a graph several times."""
+_AHEAD = 64
+"""For so many forwards it is trusted that none is due: a monitor may be told otherwise."""
 
 
 class Gauge(Observer):
@@ -65,6 +69,8 @@ class Gauge(Observer):
         """What the plan says of every layer."""
         self.heads: tuple[str, ...] = ()
         """Heads with integer products, which no look shows one by one."""
+        self.step: StepTime | None = None
+        """What it says of the time that a step takes."""
         self.looks = 0
         self.attempts = 0
         """Repairs of this graph, the last ones, that were not enough."""
@@ -223,12 +229,19 @@ class Watched:
         self.gauge = gauge
         self._monitor = monitor
         self._code = code
+        self.clock: StepClock | None = None
+        """Times some steps, if that is wanted."""
         self._calls = 0
+        self._idle = 0
+        """Forwards up to which there is nothing to do but to run."""
         self._left = 0
         """Forwards that are to be watched until there is a backward."""
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last watched backward showed is read here."""
+        if self._calls < self._idle:
+            self._calls += 1
+            return self._usual(*args)
         self.conclude()
         self._calls += 1
         gauge = self.gauge
@@ -238,7 +251,25 @@ class Watched:
             self._left = _FORWARDS
         watched = self._left > 0 and not gauge.repaired
         self._left -= watched
-        return (self._observed if watched else self._usual)(*args)
+        if watched:
+            return self._observed(*args)
+        clock = self.clock if self._calls >= FIRST and not gauge.repaired else None
+        if clock is not None and clock.wants_more:
+            return clock(self._usual, args)
+        if not self._left:
+            self._idle = self._next() - 1
+        return self._usual(*args)
+
+    def _next(self) -> int:
+        """The next forward at which there may be something to do."""
+        first, settled = self._calls + 1, self.gauge.settled
+        last = first + _AHEAD
+        if self.clock is not None:
+            last = min(last, max(first, FIRST))
+        for forwards in range(first, last):
+            if self._monitor.wakes(forwards, settled):
+                return forwards
+        return last
 
     def conclude(self) -> None:
         """Read and judge what the last watched backwards showed, if there were any."""
@@ -253,6 +284,17 @@ class Watched:
             if gauge.wants_stored and not gauge.repaired:  # a fault that nothing can be told of
                 self._monitor.repair(self._calls, {}, {}, gauge)
                 self._repaired()
+        self._timed()
+
+    def _timed(self) -> None:
+        """Read the clock, if it has run out."""
+        if self.clock is None or self.clock.wants_more or self.gauge.repaired:
+            return
+        found = self.clock.read()
+        if found is not None or self.clock.vain:
+            self.clock = None
+        if found is not None and self._monitor.timed(found, self.gauge):
+            self._repaired()
 
     def _judge(self, found: Qualities) -> None:
         """Report; before anything is changed all is looked at that may be to blame."""

@@ -36,6 +36,7 @@ from hot_compile.observing.raising import (
 
 if TYPE_CHECKING:
     from hot_compile.observing.gauge import Gauge, Watched
+    from hot_compile.passes.storage.step_time import StepTime
 
 log = logging.getLogger("hot_compile")
 
@@ -300,12 +301,20 @@ class Monitor:
         self.graphs[key] = graph
         self.compiles += 1
 
+    def wakes(self, forwards: int, settled: bool) -> bool:
+        """At the forward of this number there may be something to do: a look, to begin with."""
+        return self.due(forwards, settled)
+
     def follows(self, gauge: Gauge, forwards: int) -> bool:
         """Others decided how the graph is to be compiled; of a monitor nobody else does."""
         return False
 
     def settles(self, gauge: Gauge) -> None:
         """A look at a graph found no fault."""
+
+    def timed(self, found: StepTime, gauge: Gauge) -> bool:
+        """A graph's steps were timed; whether it is to be compiled again by that."""
+        return False
 
     @property
     def busy(self) -> bool:

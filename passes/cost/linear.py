@@ -24,6 +24,8 @@ VARIABLES = (L, O, I, E, R)
 ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 PACKING = sympy.Rational(3, 2)
 """Bytes moved to pack an INT8 value two to a byte."""
+_AT_ONCE = 1e9
+"""Times as fast as it is, a device takes next to no time; which of its rates is higher stays."""
 MOST_ROWS = 2**24
 """More than any step has."""
 
@@ -76,6 +78,16 @@ class Rates:
         fields = {name: rate for name, rate in rates.items() if name not in exact}
         source = ", ".join([self.source, *(f"{name} by option" for name in rates)])
         return dataclasses.replace(self, exact=exact, source=source, **fields)  # type: ignore[arg-type]
+
+    def by_launch(self) -> Rates:
+        """The same device where it waits for its host: nothing but calls takes time."""
+        source = f"{self.source}, by launches alone: the device waits for its host"
+        names = ("integer", "int4", "transform", "unfold", "fold")
+        speeds: dict[str, Any] = {name: getattr(self, name) * _AT_ONCE for name in names}
+        for name in ("exact", "convolution"):
+            known = getattr(self, name)
+            speeds[name] = {dtype: rate * _AT_ONCE for dtype, rate in known.items()}
+        return dataclasses.replace(self, start=0.0, idle=0.0, source=source, **speeds)
 
 
 Pricing = Callable[[torch.device], Rates | str]

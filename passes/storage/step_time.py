@@ -1,6 +1,7 @@
 """About how long a step takes as it comes: what else is predicted is measured against that.
 
-The device's time: products and convolutions by their operations; and their operands and results in
+Where the run itself was timed (``observing/step_clock.py``), that counts. Else it is predicted. The
+device's time: products and convolutions by their operations; and their operands and results in
 memory twice, once for themselves and once for the elementwise kernels between them. Measured on an
 H100 that is 0.5 (batch norms, shifted windows) to 0.85 (transformers) of what its kernels take.
 
@@ -39,16 +40,23 @@ class StepTime:
 
     device: float
     host: float
+    waits: bool | None = None
+    """The device was seen to wait for its host, or not to; None: both times are predicted."""
 
     @property
     def waits_for_host(self) -> bool:
         """The device has done what it was given before the host gives it more."""
-        return self.host > _LONGER * self.device
+        return self.host > _LONGER * self.device if self.waits is None else self.waits
 
     @property
     def seconds(self) -> float:
         """Of whichever is waited for."""
         return self.host if self.waits_for_host else self.device
+
+    def __str__(self) -> str:
+        how = "predicted" if self.waits is None else "measured"
+        times = f"{self.device * 1e3:.3g} ms on the device, {self.host * 1e3:.3g} ms on the host"
+        return f"{times} ({how}): the device {'waits' * self.waits_for_host or 'does not wait'}"
 
 
 def step_time(
