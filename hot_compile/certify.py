@@ -56,6 +56,7 @@ Over = Mapping[str, Any]
 _PARTS = (
     Part("storage that takes time", {"memory": "free"}, stores),
     *PARTS,
+    Part("a head on INT8", {"head": "chunked"}, lambda r: any(h.int8 for h in r.plan.heads)),
     Part("integer products", {"strategies": ["exact"]}, lambda r: bool(r.plan.rewritten)),
     Part("exact forms", {"exact_forms": False}, lambda r: any(f.taken for f in r.plan.exact_forms)),
 )
