@@ -44,9 +44,10 @@ from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
 from .passes.pipeline import sources_hash
+from .passes.plan import Plan
 from .passes.profile.profile import Profile
 from .passes.storage.logit_errors import logits_of
-from .record import Dump, GraphReport, Heard, Held, Listener, run_uncompiled
+from .record import NO_PLAN, Dump, GraphReport, Heard, Held, Listener, run_uncompiled
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
 from .schedule import Scheduled, current_bits
@@ -228,15 +229,13 @@ class _Graph:
             known=self.known.summary,
             logits_key="" if logits is None else key,
         )
-        joint = JointPass(context, _existing_passes(patches))
-        patches["joint_custom_pre_pass"] = joint
+        patches["joint_custom_pre_pass"] = joint = JointPass(context, _existing_passes(patches))
         inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
         partitioner = Partitioner(context, joint, inner)
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
-        given = self.gm, self.example_inputs, self.inner_compile
-        run: Any = compile_fx(*given, config_patches=patches)
+        run: Any = compile_fx(self.gm, self.example_inputs, self.inner_compile, patches)
         held.tell()
         if logits is None or observation:
             return run
@@ -360,14 +359,12 @@ class _Graph:
     @property
     def changed(self) -> bool:
         """As far as is known something of it is not exact."""
-        report = self.done[-1] if self.done else None
-        return report is None or report.changed
+        return not self.done or self.done[-1].changed
 
     @property
-    def integer_heads(self) -> tuple[str, ...]:
-        """Names of its heads whose gradients' products are on integers."""
-        heads = self.done[-1].plan.heads if self.done else ()
-        return tuple(head.name for head in heads if head.int8)
+    def plan(self) -> Plan:
+        """What was done to it, as far as is known."""
+        return self.done[-1].plan if self.done else NO_PLAN
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good: compiled once, or once for every width of a schedule.
@@ -382,10 +379,10 @@ class _Graph:
         """Once for every width of a schedule."""
         compiled = {}
         for bits in sorted({phase.gx_bits for phase in config.schedule}):
-            own = dataclasses.replace(config, schedule=(), gx_bits=bits)
             graph = dataclasses.replace(self, gm=twin(self.gm))
             if bits != current_bits(config.schedule):
                 graph = dataclasses.replace(graph, recorder=self.recorder and Dump(), listener=None)
+            own = dataclasses.replace(config, schedule=(), gx_bits=bits)
             compiled[bits] = graph.compile(own, profile)
         return Scheduled(config.schedule, compiled)
 
@@ -401,10 +398,9 @@ def _final(
     config = monitor.applied(config, graph.inputs.parameters)
     gauge = Gauge(monitor.rotate, config, graph.trained)
     watch = graph.watched(config, profile, gauge, graph.finished)
-    gauge.heads = graph.integer_heads
+    gauge.compiled(graph.plan)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
-    monitor.watches((graph.code, graph.trained), watched)
-    return watched
+    return monitor.watches((graph.code, graph.trained), watched)
 
 
 def _accepted(
@@ -420,14 +416,10 @@ def _accepted(
     watch = graph.looked_at(config, profile, gauge)
     if not graph.changed:
         return watch.usual
-    if graph.done:
-        gauge.planned(graph.done[-1].plan.decisions)
-        gauge.step = graph.done[-1].plan.step
-    gauge.heads = graph.integer_heads
+    gauge.compiled(graph.plan)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
     watched.clock = None if graph.known.step else clock_of(graph.devices)
-    monitor.watches((graph.code, graph.trained), watched)
-    return watched
+    return monitor.watches((graph.code, graph.trained), watched)
 
 
 def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:

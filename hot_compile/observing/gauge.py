@@ -31,6 +31,7 @@ from hot_compile.passes.measure.linear import (
 )
 from hot_compile.passes.measure.observe import Layer, Observer
 from hot_compile.passes.measure.stored import Fed
+from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.step_time import StepTime
 
 log = logging.getLogger("hot_compile")
@@ -94,6 +95,12 @@ class Gauge(Observer):
         self._sketches: dict[str, tuple[Tensor, Tensor]] = {}
         self._uncertain: dict[str, Tensor] = {}
         self._told: list[tuple[Fed, dict[str, Tensor]]] = []
+
+    def compiled(self, plan: Plan) -> None:
+        """Keep what was done to the graph."""
+        self.planned(plan.decisions)
+        self.heads = tuple(head.name for head in plan.heads if head.int8)
+        self.step = plan.step
 
     def planned(self, decisions: Sequence[Decision]) -> None:
         """Keep what the plan says of every layer."""

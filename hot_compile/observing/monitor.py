@@ -292,14 +292,15 @@ class Monitor:
         """All of a graph is exact by now."""
         return any(self.stored.get(name, "").startswith(_LAST) for name in gauge.names)
 
-    def watches(self, key: object, graph: Watched) -> None:
-        """A graph was compiled: ``graph`` is what runs from now on."""
+    def watches(self, key: object, graph: Watched) -> Watched:
+        """A graph was compiled: ``graph``, which is returned, is what runs from now on."""
         before = self.graphs.get(key)
         if before is not None:
             graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
             graph.gauge.repairs = before.gauge.repairs + before.gauge.repaired
         self.graphs[key] = graph
         self.compiles += 1
+        return graph
 
     def wakes(self, forwards: int, settled: bool) -> bool:
         """At the forward of this number there may be something to do: a look, to begin with."""
