@@ -194,7 +194,7 @@ def head_table(heads: Sequence[HeadDecision]) -> Table:
     """Heads: name, shape, in chunks or not and why, bytes of logits and gradient that never are."""
     sizes = ("logits", "a chunk", "never exist")
     columns = ("head", "L x O x I", *sizes, "in chunks", "why")
-    title = "heads with their losses: exact, unless overridden"
+    title = "heads with their losses: exact, unless why says int8"
     table = PlainTable(title, *columns, right=set(sizes))
     for head in heads:
         saved = (head.chunk_bytes, head.bytes_left_out)

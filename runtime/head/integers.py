@@ -78,14 +78,22 @@ def add_product(
 
     Without a second tensor of that size.
     """
-    if _adds(total, a.shape[1]):
-        hot.add_scaled_int_mm(total, a, b, a_scale, b_scale, first)
-        return
+    add = hot.add_scaled_int_mm if _adds(total, a.shape[1]) else _add_panels
+    add(total, a, b, a_scale, b_scale, first)
+
+
+def _add_panels(
+    total: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, first: bool
+) -> None:
+    """``hot::add_scaled_int_mm``, some rows of ``total`` after others."""
     rows = max(1, _PANEL // total.shape[1])
     panels = zip(*(t.split(rows) for t in (total, a, a_scale)), strict=True)
     for own, values, scale in panels:
         made = hot.scaled_int_mm(values, b, scale, b_scale, None, None, torch.float32)
         own.copy_(made) if first else own.add_(made)
+
+
+_LIBRARY.impl("add_scaled_int_mm", _add_panels, "CompositeExplicitAutograd")
 
 
 def _adds(total: Tensor, contracted: int) -> bool:

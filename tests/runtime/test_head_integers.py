@@ -8,10 +8,17 @@ import torch.nn.functional as F
 
 from hot_compile.runtime.head import integers
 from hot_compile.runtime.head import products as head
+from hot_compile.runtime.native import build
 from hot_compile.testing import cosine
 
 FORM = (1.0, False, 1.0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_gpus_kernels():
+    if torch.cuda.is_available():
+        build.load("cuda")
 
 
 @pytest.fixture
