@@ -3,7 +3,7 @@
     python benchmarks/head.py --device cuda                      # GPT-2 124M and a Qwen3-like
     python benchmarks/head.py --models gpt2 --batch 1 --tokens 512 --depth 1 --dtype fp32
     python benchmarks/head.py --device cuda --models 8192x128256x4096,16384x50257x768 \\
-        --configs exact,hot,hot:head=int8,liger,cce                     # heads alone
+        --configs exact,hot,hot:head=int8:accept=off,liger,cce          # heads alone, no looks
 
 Forward and backward, bf16 autocast unless told otherwise, the configurations interleaved in one
 process; the figure is the best round. ``peak`` is above what stands before the step: weights, no

@@ -18,8 +18,6 @@ from hot_compile.runtime.head.products import chunk_rows
 OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
 LAYERS_BY_OVERRIDE = "its products are a layer's by override: "
 """How a head's reason begins if ``override`` gave it a strategy that does not work on chunks."""
-INTEGERS = (Strategy.INT8,)
-"""Strategies that mean INT8 here: no x is stored, so both are the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,7 @@ class HeadDecision:
     @property
     def int8(self) -> bool:
         """Both products of the logits' gradient are on integers."""
-        return self.chunked and self.strategy in INTEGERS
+        return self.chunked and self.strategy is Strategy.INT8
 
 
 def plan_head(found: Head | Refused, config: HotConfig, pricing: Pricing) -> HeadDecision:
@@ -121,7 +119,7 @@ def _unfit(found: Head, strategy: Strategy, pricing: Pricing) -> str | None:
     """Why the strategy cannot work on chunks of this head."""
     if found.softmax is None:
         return f"{strategy} works on the gradient of a softmax only"
-    if strategy not in INTEGERS:
+    if strategy is not Strategy.INT8:
         return f"{strategy} is no strategy of chunks of rows"
     rates = pricing(found.value.device)
     return rates if isinstance(rates, str) else None
