@@ -12,12 +12,10 @@ from torch import nn
 from hot_compile import calibrate, calibration
 from hot_compile.accounting import Measured, MemoryReport
 from hot_compile.backend import hot
-from hot_compile.config import HotConfig
 from hot_compile.errors import ProfileFormatError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.passes.base.schemes import Scheme
-from hot_compile.passes.profile.lqs import storable, storage_verdict
-from hot_compile.passes.profile.profile import Profile, StorageMeasure
+from hot_compile.passes.profile.profile import Profile
 from hot_compile.testing import cosine
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
@@ -197,26 +195,6 @@ def test_entries_that_do_not_fit_are_refused(profile):
         data["storage"]["0.fc1:addmm"] = wrong
         with pytest.raises(ProfileFormatError, match="entries do not fit"):
             Profile.from_json(data)
-
-
-def test_choice_is_a_function_of_errors_and_budget():
-    found = {
-        "rows8": StorageMeasure(0.01, 0.001),
-        "groups6": StorageMeasure(0.05, 0.04),
-        "int4": StorageMeasure(0.1, 0.08),
-    }
-    schemes = (Scheme.EXACT, Scheme.ROWS8, Scheme.GROUPS6, Scheme.INT4)
-
-    def last(**options):
-        return storable(schemes, found, HotConfig.from_options(options))[-1]
-
-    assert last() is Scheme.GROUPS6  # int4 loses too much of what others get
-    assert last(error_budget=0.3) is Scheme.INT4
-    assert last(error_budget=0.02) is Scheme.ROWS8
-    assert last(error_budget=0.001) is Scheme.EXACT
-    config = HotConfig()
-    text = storage_verdict(Scheme.GROUPS6, found, config)
-    assert text == "LQS: error 0.05 (0.04 passed on), no int4: 0.1 (0.08 passed on) over budget"
 
 
 def test_the_report_shows_the_errors(profile):
