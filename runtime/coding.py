@@ -56,8 +56,8 @@ def _word(width: Any, do: Any, number: Number, whole: Number, bits: Bits) -> Any
 
 
 def _coded(
-    share: Any, do: Any, number: Number, whole: Number, bits: Bits, levels: int, root: bool,
-    finite: bool, on_gpu: bool,
+    share: Any, do: Any, number: Number, whole: Number, nearest: Callable[[Any], Any],
+    levels: int, root: bool, finite: bool, on_gpu: bool,
 ) -> Any:  # fmt: skip
     """What :func:`_code` says of ``share``, a value over its scale."""
     if root:
@@ -70,9 +70,7 @@ def _coded(
     else:
         step = do.minimum(share, number(levels + 1.0))
         step = do.maximum(step, number(-levels - 1.0))
-    # below 2 ** 22 in size, the last bits of this sum are the nearest whole number: conversions
-    # take a GPU as long as eight additions
-    code = do.sub(bits(do.add(step, number(WHOLE))), whole(WHOLE_WORD))
+    code = nearest(step)
     return code if finite else do.where(do.eq(share, share), code, whole(-levels - 2))
 
 
@@ -128,7 +126,12 @@ def _code(x: Tensor, reciprocal: Tensor, levels: int, root: bool, finite: bool =
     times ``reciprocal`` itself, rounded. One more than ``levels`` is infinity, -levels - 2 is NaN;
     but any code, where the caller says that all are ``finite`` or what is not is lost anyway.
     """
-    return _coded(x * reciprocal, torch, *_tensors(x), levels, root, finite, x.is_cuda)
+    number, whole, _ = _tensors(x)
+
+    def nearest(step: Tensor) -> Tensor:
+        return step.round().int()
+
+    return _coded(x * reciprocal, torch, number, whole, nearest, levels, root, finite, x.is_cuda)
 
 
 def _plane(codes: list[Tensor], shift: int, bits: int, dtype: torch.dtype) -> Tensor:
@@ -202,9 +205,16 @@ def lowered() -> None:
     def _(x: Any, reciprocal: Any, levels: int, root: bool, finite: bool = False) -> Any:
         on_gpu = x.get_device().type == "cuda"
 
+        def nearest(step: Any) -> Any:
+            if not on_gpu:  # which has instructions for both; Inductor's vectors have no bits
+                return ops.to_dtype(ops.round(step), torch.int32)
+            # below 2 ** 22 in size, the last bits of this sum are the nearest whole number:
+            # conversions take a GPU as long as eight additions
+            return ops.sub(bits(ops.add(step, number(WHOLE))), whole(WHOLE_WORD))
+
         def element(value: Any, factor: Any) -> Any:
             share = ops.mul(value, factor)
-            return _coded(share, ops, number, whole, bits, levels, root, finite, on_gpu)
+            return _coded(share, ops, number, whole, nearest, levels, root, finite, on_gpu)
 
         return make_pointwise(element, override_return_dtype=torch.int32)(x, reciprocal)
 

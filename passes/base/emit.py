@@ -100,6 +100,19 @@ class Emitter:
             return node
         return self(prims.convert_element_type.default, node, dtype)
 
+    def shortened(self, node: fx.Node) -> fx.Node:
+        """``node``, fp32 numbers that bf16 holds, as bf16.
+
+        On a CPU by way of int16, of which Inductor makes no vectors. A loop over scales in vectors
+        cannot be joined with the loop over rows that packs them. Inductor finds that out last: it
+        wrote the code of both twice, and a row was read twice.
+        """
+        if node.meta["val"].device.type != "cpu":
+            return self.cast(node, torch.bfloat16)
+        bits = self(aten.view.dtype, node, torch.int32)
+        upper = self.cast(self(aten.bitwise_right_shift.Tensor_Scalar, bits, 16), torch.int16)
+        return self(aten.view.dtype, upper, torch.bfloat16)
+
     def constant(self, value: float, like: fx.Node) -> fx.Node:
         """``value`` as a tensor without dimensions, of the dtype and on the device of ``like``."""
         fake = like.meta["val"]

@@ -74,10 +74,8 @@ def pack(
     if mask is not None:
         lowest = emit.cast(_cut(emit, mask, layout), torch.int32)
         code = emit(aten.add.Tensor, emit(aten.mul.Tensor, code, 2), lowest)
-    if by_channel:  # of a code's fourth power, not of its share's
-        scale = emit(aten.mul.Tensor, scale, levels**-4.0)
-    else:
-        scale = emit.cast(scale, torch.bfloat16)
+    # by channel, of a code's fourth power, not of its share's
+    scale = emit(aten.mul.Tensor, scale, levels**-4.0) if by_channel else emit.shortened(scale)
     return emit.cast(code, torch.int8), scale, *centre
 
 
@@ -304,7 +302,7 @@ def _pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[f
 
 def _pack_planes(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> tuple[fx.Node, ...]:
     codes, scale = _codes(emit, x, layout, scheme)
-    return *_planes(emit, codes, scheme), emit.cast(scale, torch.bfloat16)
+    return *_planes(emit, codes, scheme), emit.shortened(scale)
 
 
 def _codes(
