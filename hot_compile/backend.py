@@ -50,7 +50,6 @@ from .passes.storage.logit_errors import logits_of
 from .record import NO_PLAN, Dump, GraphReport, Heard, Held, Listener, run_uncompiled
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
-from .runtime.pointwise import write_dtype_rules_once
 from .schedule import Scheduled, current_bits
 from .stand_in import stand_in
 
@@ -102,7 +101,6 @@ def hot(
     if recorder is None and observer is None and (other := stand_in()):
         return other(gm, example_inputs, mode=mode, options=options)
     trace_past_warnings()
-    write_dtype_rules_once()
     ours, theirs = split_options(options)
     config = HotConfig.from_options(ours)
     monitor = monitor_of(ours)

@@ -47,6 +47,7 @@ from hot_compile.passes.storage.fit_budget import (
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
+from hot_compile.runtime.pointwise import write_dtype_rules_once
 
 log = logging.getLogger("hot_compile")
 
@@ -89,6 +90,7 @@ class JointPass(_Uncopied, CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place."""
+        write_dtype_rules_once()
         for step in self._before:
             step(graph)
         self.plan, self.intended = None, None
