@@ -3,8 +3,9 @@
 A body is code of plain ATen operators that a pass has written (``passes/head``): of the products'
 results of some rows, and of what else belongs to these rows, it makes small results and gradients
 as wide as the products. The operator computes products, body and the products that read the
-gradients; nothing as large as all rows times all columns exists. On a CPU a body works on blocks
-that stay in cache; on CUDA Inductor compiles it when it first runs.
+gradients; nothing as large as all rows times all columns exists. Inductor compiles a body when it
+first runs. On a CPU, where that takes many steps' time of a small head, such a one works operator
+by operator on blocks that stay in cache.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def _frozen(part: Any) -> Any:
     return tuple(map(_frozen, part)) if isinstance(part, list) else part
 
 
+WORTH = 2**24
+"""Values of a head's products, all rows, from which on compiling its body for a CPU is repaid in
+some hundred steps."""
 COMPARED = 16
 """Most rows of the first chunk that a compiled body is compared on."""
 OFF = 0.25
@@ -169,7 +173,8 @@ class _Chunks:
         self.size = chunk_rows(x.shape[0], columns, x.shape[1], x.element_size(), total)
         room = min(self.size, x.shape[0])
         self._buffers = [x.new_empty((room, width)) for width in widths]
-        self._function = Function.of(body.code, has_triton(x), x.dtype)
+        worth = x.device.type == "cpu" and x.shape[0] * sum(widths) >= WORTH
+        self._function = Function.of(body.code, worth or has_triton(x), x.dtype)
 
     def run(self, own: slice, outputs: list[Tensor]) -> None:
         """Write a chunk's rows to ``outputs``, and add its sums."""
@@ -196,6 +201,8 @@ class _Chunks:
     def _body(self, made: list[Tensor], rows: list[Tensor], results: list[Tensor]) -> list[Tensor]:
         """The gradients of a chunk; ``results`` are written."""
         if self._function.compiled:  # one kernel's worth of memory: nothing is copied
+            for tensor in (*made, *rows) if made[0].is_cpu else ():  # the last chunk is shorter
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
             found = self._function(*made, *rows, *self._shared)
             if self._function.agrees(found, made, rows, self._shared):
                 for out, value in zip(results, found, strict=False):

@@ -287,8 +287,10 @@ def test_a_loss_is_exact_and_no_tensor_of_rows_times_vocabulary_exists(name, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["KL to a teacher's head", "DPO"])
 def test_a_body_may_be_compiled_when_it_first_runs(name, monkeypatch):
-    """As on CUDA: in the forward, and in autograd's thread."""
-    monkeypatch.setattr(bodies, "has_triton", lambda tensor: True)
+    """A large head's: in the forward, and in autograd's thread; the last chunk is shorter."""
+    monkeypatch.setattr(bodies, "WORTH", 0)
+    monkeypatch.setattr(products, "CHUNK_BYTES", 50 * 8 * VOCABULARY)
+    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
     loss, keywords, _ = LOSSES[name]
     model, x, given = Model(loss, **keywords).double(), inputs(), given_for()
     if "teacher" in keywords:

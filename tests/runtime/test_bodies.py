@@ -51,6 +51,25 @@ def test_wrong_code_is_told_of_and_not_run_again(wrong, monkeypatch):
     torch.testing.assert_close(function(made, given)[1], want)
 
 
+@pytest.mark.parametrize(("worth", "times"), [(33 * 50, 1), (33 * 50 + 1, 0)])
+def test_a_large_head_is_compiled_on_a_cpu_too(worth, times, monkeypatch):
+    code = """
+def forward(self, product_0, rows_0, shared_0):
+    return (torch.ops.aten.sum.dim_IntList(product_0, [1], True), product_0 * 2.0)
+"""
+    text = bodies.Body(code, ((0, 0, -1),), ((1, "float32"),), (50,), (("rows", 0, 0),)).text()
+    compiled = []
+    monkeypatch.setattr(bodies, "WORTH", worth)
+    monkeypatch.setattr(torch, "compile", lambda plain: compiled.append(plain) or plain)
+    bodies.Function.of.cache_clear()
+    x, weight = torch.randn(33, 8), torch.randn(50, 8)
+    sums, gradient = torch.ops.hot.head_rows(text, [x], [weight])
+    bodies.Function.of.cache_clear()
+    assert len(compiled) == times
+    torch.testing.assert_close(sums, (x @ weight.t()).sum(1, keepdim=True))
+    torch.testing.assert_close(gradient, 2 * x @ weight.t() @ weight)
+
+
 def test_rounding_that_the_operators_have_as_well_is_not_wrong(monkeypatch):
     code = """
 def forward(self, product_0):
