@@ -14,7 +14,7 @@ hot = torch.ops.hot
 
 ALIGN = 32
 """Rows of a chunk are a multiple of this: it is the contracted dimension of g_w's product."""
-_PANEL = 2**24
+_PANEL = 2**22
 """Elements of g_w that wait for being added where a product cannot add to its result."""
 _LONGEST = 2**16
 """Rows whose products' sums int32 surely holds."""
