@@ -204,6 +204,12 @@ def differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def trains(example_inputs: Sequence[Any]) -> bool:
+    """Some input needs a gradient: the same test AOTAutograd makes before it traces a backward."""
+    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def fresh(tensor: Tensor) -> Tensor:
     """The same memory as a leaf of a graph of its own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -17,23 +17,25 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .again import twin
+from .again import trains, twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
-from .config import OBJECTS, HotConfig, Memory, option_names, split_options
+from .config import RECIPES, HotConfig, Memory, split_options
 from .detached_logits import detach_logits, tied
-from .errors import OptionError, PassDisabledError
 from .figures import graph_key, keeping
 from .frameworks import trace_past_warnings
 from .guarantee import Guaranteed, Way
+from .inductor import existing_passes, inductor_patches
 from .observing import acceptance
 from .observing.acceptance import Acceptance, Findings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
-from .observing.eager import Eager, draws
+from .observing.draws import drawn_alike, draws
+from .observing.eager import Eager, Heads, TooLarge
 from .observing.gauge import Gauge, Watched
 from .observing.logit_guard import LogitGuard
 from .observing.monitor import Monitor, monitor_of
 from .observing.step_clock import clock_of
+from .observing.stretches import without_logits
 from .observing.watching import Doubled, Twin, Watch
 from .passes.base.graph import graphs_of, module_path, readable
 from .passes.base.site import bytes_of
@@ -53,7 +55,6 @@ from .runtime.planes import RESTORED_OPERATIONS
 from .schedule import Scheduled, current_bits
 from .stand_in import stand_in
 
-_DISABLING = "use_joint_graph_passes"
 _REALIZED = "realize_opcount_threshold"
 _NEW_GRAPH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 """Compile the graph anew. AOTAutograd's cache heeds these too; kernels found compiled are used."""
@@ -229,7 +230,7 @@ class _Graph:
             known=self.known.summary,
             logits_key="" if logits is None else key,
         )
-        patches["joint_custom_pre_pass"] = joint = JointPass(context, _existing_passes(patches))
+        patches["joint_custom_pre_pass"] = joint = JointPass(context, existing_passes(patches))
         inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
         partitioner = Partitioner(context, joint, inner)
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
@@ -316,18 +317,45 @@ class _Graph:
     def looked_at(self, config: HotConfig, profile: Profile | None, gauge: Gauge) -> Watch:
         """The graph for good, to be compared with itself, run operator by operator.
 
-        Compiled twins only follow a doubt, or where code draws random numbers of its own.
+        Compiled twins only follow a doubt, or where nobody knows what numbers the code draws.
         """
-        gm, names = twin(self.gm), self.inputs.parameters
-        plain = dataclasses.replace(self, inner_compile=run_uncompiled)
-        graphs = [self] if acceptance.computes_halves(self.example_inputs) else [plain, self]
+        gm, names = without_logits(twin(self.gm)), self.inputs.parameters
+        plain, random = dataclasses.replace(self, inner_compile=run_uncompiled), draws(gm)
+        halves = acceptance.computes_halves(self.example_inputs)
+        graphs = [self] if halves or random else [plain, self]
         run = self.finished(config, profile)
-        quick = Eager(gm, names, self.example_inputs, free=config.accept == "free")
-        if draws(gm):
+        free = config.accept == "free"
+        quick = Eager(gm, names, self.example_inputs, free, self._heads(config))
+        if random and not (drawn_alike(gm) and self.inner_compile is compile_fx_inner):
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)
         thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
-        return Watch(run, Doubled(quick, thorough, gauge), names, gauge)
+        return Watch(run, Doubled(quick, thorough, gauge, random), names, gauge)
+
+    def _heads(self, config: HotConfig) -> Heads | None:
+        """How a part of the graph is computed exactly, with heads in chunks; None if it has none.
+
+        Where the graph's code came from a cache, nothing is known of its heads: then one is tried.
+        """
+        if self.done and not any(head.chunked for head in self.done[-1].plan.heads):
+            return None
+        same = {name: getattr(config, name) for name in ("head", "keep_head", "head_min_bytes")}
+        exact = dataclasses.replace(RECIPES["exact"], **same)
+        bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
+
+        def compile_part(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            done: list[GraphReport] = []
+            graph = dataclasses.replace(
+                bare, gm=gm, example_inputs=fakes, inputs=graph_inputs(gm), asked=exact, done=done,
+                inner_compile=run_uncompiled, patches=self.patches | _NEW_GRAPH,
+                recorder=None, listener=None,
+            )  # fmt: skip
+            run = graph.compile(exact)
+            if any(head.chunked for report in done for head in report.plan.heads):
+                return run
+            raise TooLarge("a head's logits are too large as a whole")
+
+        return Heads(config.head_min_bytes, compile_part)
 
     def _twin(
         self,
@@ -442,41 +470,9 @@ def _runs_operators(graph: _Graph) -> bool:
     return not any(isinstance(graph.prices(device), str) for device in graph.devices)
 
 
-def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's config patches for this mode and these options, validated by Inductor itself.
-
-    But for unknown names: among its hundreds of options a misspelt one of ours would be lost.
-    """
-    known = torch._inductor.list_options()
-    if unknown := {name for name in options if name.replace("-", "_") not in known}:
-        raise OptionError.unknown(unknown, option_names() | OBJECTS, known)
-    wrapper = torch._TorchCompileInductorWrapper(mode or "default", options or None, None)
-    patches = dict(wrapper.config)
-    if not patches.get(_DISABLING, getattr(inductor_config, _DISABLING)):
-        raise PassDisabledError(
-            f"got mode={mode!r}, options={sorted(options)}: these set {_DISABLING}=False, which "
-            "switches HOT off in silence. Remove that option, or use backend='inductor'."
-        )
-    return patches
-
-
 def _attends(gm: fx.GraphModule) -> bool:
     """Some operator of Dynamo's graph, or of a region of it, may be a fused attention."""
     return any("attention" in str(node.target) for g in graphs_of(gm) for node in g.nodes)
-
-
-def trains(example_inputs: Sequence[Any]) -> bool:
-    """Some input needs a gradient: the same test AOTAutograd makes before it traces a backward."""
-    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _existing_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
-    """The joint pass(es) a user or library already put into Inductor's hook."""
-    current = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
-    if current is None:
-        return ()
-    return tuple(current) if isinstance(current, (list, tuple)) else (current,)
 
 
 def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:

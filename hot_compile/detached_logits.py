@@ -21,7 +21,7 @@ from .again import twin
 from .config import HotConfig
 from .passes.base.site import hint
 
-_PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}
+PRODUCTS = {torch._C._nn.linear, torch.nn.functional.linear, torch.matmul, operator.matmul}
 _LOSSES = ("cross_entropy", "log_softmax", "logsumexp", "nll_loss")
 _CHAIN_METHODS = {"float", "to", "view", "reshape", "contiguous", "bfloat16", "half", "type"}
 _CHAIN_FUNCTIONS = {
@@ -169,7 +169,7 @@ def _chain(node: Any, least: int) -> list[fx.Node]:
     if math.prod(map(hint, value.shape)) * value.element_size() < least:
         return []
     chain = [node]
-    while chain[0].target not in _PRODUCTS:
+    while chain[0].target not in PRODUCTS:
         first = chain[0]
         known = first.target in (_CHAIN_METHODS if first.op == "call_method" else _CHAIN_FUNCTIONS)
         read = [n for n in first.all_input_nodes if not _is_given(n)]

@@ -24,7 +24,8 @@ import torch
 from torch import fx
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .backend import check_options, hot, trains
+from .again import trains
+from .backend import check_options, hot
 from .errors import OptionError, ScriptError
 from .figures import Figures, graph_key
 from .page import save_page

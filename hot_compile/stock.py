@@ -11,8 +11,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 
 from .again import twin
-from .backend import hot, inductor_patches
+from .backend import hot
 from .config import split_options
+from .inductor import inductor_patches
 from .passes.context import Recorder
 from .record import GraphReport, Reports, run_uncompiled
 from .stand_in import laid_over

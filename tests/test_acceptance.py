@@ -16,7 +16,7 @@ from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing import acceptance, eager
 from hot_compile.observing.acceptance import Acceptance, Findings
-from hot_compile.observing.eager import Eager, draws
+from hot_compile.observing.eager import Eager
 from hot_compile.observing.monitor import KEPT_AS
 from hot_compile.testing import cosine
 
@@ -294,32 +294,6 @@ def test_remembered_repairs_without_looks(kept):
     assert max(errors(got, train_critic(model, model, x, 1)).values()) < 0.25
 
 
-def test_stretches_compute_the_same_from_less(monkeypatch):
-    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, F.gelu, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 4), torch.randn(4, 16, 64)
-    seen = {}
-    for count in (1, 3, 8):
-        monkeypatch.setattr(Eager, "_stretches", lambda *_, count=count: count)
-        torch._dynamo.reset()
-        model.zero_grad()
-        step = compiled(lambda x: model(x).square().mean(), gx_bits=8)
-        step(x).backward()
-        seen[count] = hot_compile.certificate(step).errors
-    assert max(s.worst for s in seen.values()) - min(s.worst for s in seen.values()) < 1e-5
-
-
-def test_which_graphs_draw_random_numbers():
-    def traced(function):
-        return draws(torch.fx.symbolic_trace(function))
-
-    assert traced(lambda x: F.dropout(x, 0.1, True))
-    assert traced(lambda x: x + torch.rand_like(x))
-    assert traced(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
-    assert not traced(lambda x: F.dropout(x, 0.1, False))
-    assert not traced(lambda x: F.scaled_dot_product_attention(x, x, x))
-    assert not traced(lambda x: F.dropout(x, p=0.0) + torch.linspace(0, 1, 3))
-
-
 def test_when_looks_are_due():
     monitor = Acceptance()
     assert [n for n in range(1, 5000) if monitor.due(n)] == [1, 2, 4, 8, 64, 512, 4096]
@@ -335,26 +309,6 @@ def test_one_acceptance_a_step_however_often_it_is_compiled():
         step.dynamo_ctx.callback if hasattr(step, "dynamo_ctx") else step
     )
     assert vars(wrapper)[KEPT_AS].compiles >= 2
-
-
-@pytest.mark.parametrize(
-    ("risen", "unused", "stretches", "free_stretches"),
-    [(2**40, 2**40, 1, 1), (0, 2**40, None, 32), (0, 0, None, None), (100 * 2**20, 0, 6, 6)],
-)
-def test_looks_take_what_steps_do_and_what_is_free_if_asked(
-    risen, unused, stretches, free_stretches, monkeypatch
-):
-    monkeypatch.setattr(eager, "cuda_devices", lambda args: [0])
-    monkeypatch.setattr(eager, "_risen", lambda device: risen)
-    monkeypatch.setattr(eager, "_unused", lambda device: unused)
-    need = {n: 600 * 2**20 // n for n in (1, 2, 6)} | {32: 65 * 2**20}
-    for free, want in ((False, stretches), (True, free_stretches)):
-        look = Eager(torch.fx.GraphModule({}, torch.fx.Graph()), (), (), free=free)
-        if want is None:
-            with pytest.raises(eager.TooLarge, match="a look takes 65 MiB, more than"):
-                look._fitting((), need)
-        else:
-            assert look._fitting((), need) == want
 
 
 @pytest.mark.gpu

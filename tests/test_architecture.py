@@ -82,7 +82,7 @@ BELOW_BACKEND = {
     f"hot_compile.{name}"
     for name in (
         *("observing", "memory", "graphs", "record", "schedule", "detached_logits", "frameworks"),
-        *("budget", "figures", "unchanged", "stand_in"),
+        *("budget", "figures", "inductor", "unchanged", "stand_in"),
         *("again", "guarantee", "reproduction"),
     )
 }

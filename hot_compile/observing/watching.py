@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ log = logging.getLogger("hot_compile")
 
 _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""
+_OTHERS = 0.1
+"""Gradients that differ by more than this, by median, are of other random numbers."""
 Compile = Callable[[fx.GraphModule, Sequence[Any], Observation], Callable[..., Any]]
 """(Dynamo's graph, example inputs, who is shown the layers) -> compiled function."""
 
@@ -130,31 +133,43 @@ class Doubled:
     What both differ by is what no exact computation can tell.
     """
 
-    def __init__(self, quick: Eager, thorough: Sequence[Twin], observer: Observer) -> None:
-        """``thorough``: the first that runs counts."""
-        self._quick = quick
+    mutated: frozenset[int]
+    """As of :class:`Exact`."""
+
+    def __init__(
+        self, quick: Eager, thorough: Sequence[Twin], observer: Observer, guesses: bool = False
+    ) -> None:
+        """``thorough``: the first that runs counts. ``guesses``: the other one may be mistaken in
+        what random numbers a step draws; then it is not asked again."""
+        self._quick: Eager | None = quick
         self._thorough = list(thorough)
         self._observer = observer
+        self._guesses = guesses
+        self.mutated = quick.mutated
 
     def code(self, args: Sequence[Any]) -> Exact | None:
         """As :class:`Twin` has it."""
-        return self if self._observer.wants_stored else self._quick
-
-    @property
-    def mutated(self) -> frozenset[int]:
-        """As :class:`Exact` has it."""
-        return self._quick.mutated
+        return self
 
     def gradients(
         self, step: Again, tangents: Mapping[int, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As :class:`Exact` has it."""
+        if self._quick is None:
+            return self._surely(step, tangents)
         deviation, other = self._quick.gradients(step, tangents)
+        mistaken = self._guesses and float(deviation) >= SAME
+        if not (mistaken or self._observer.wants_stored):
+            return deviation, other
         with step.random.again():
             thorough, exact = self._surely(step, tangents)
-        for name, want in exact.items():
-            if name in other:
-                self._observer.uncertain(name, other[name] - want)
+        differences = {name: other[name] - exact[name] for name in other.keys() & exact.keys()}
+        if mistaken or (self._guesses and _median(differences, exact) > _OTHERS):
+            log.debug("hot: an exact twin drew other random numbers than its step")
+            self._quick = None
+            return thorough, exact
+        for name, difference in differences.items():
+            self._observer.uncertain(name, difference)
         return torch.maximum(deviation, thorough), exact
 
     def _surely(
@@ -174,6 +189,12 @@ class Doubled:
                     raise
                 log.debug("hot: a twin does not run node by node", exc_info=True)
                 self._thorough.pop(0)
+
+
+def _median(differences: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Of relative differences; 0 of none."""
+    found = [float(d.norm()) / (float(exact[n].norm()) or 1.0) for n, d in differences.items()]
+    return statistics.median(found) if found else 0.0
 
 
 class Watch:
