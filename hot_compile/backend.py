@@ -321,14 +321,14 @@ class _Graph:
         """
         gm, names = without_logits(twin(self.gm)), self.inputs.parameters
         plain, random = dataclasses.replace(self, inner_compile=run_uncompiled), draws(gm)
-        halves = acceptance.computes_halves(self.example_inputs)
-        graphs = [self] if halves or random else [plain, self]
         run = self.finished(config, profile)
-        free = config.accept == "free"
-        quick = Eager(gm, names, self.example_inputs, free, self._heads(config))
+        free, heads = config.accept == "free", self._heads(config)
+        quick = Eager(gm, names, self.example_inputs, free, heads)
         if random and not (drawn_alike(gm) and self.inner_compile is compile_fx_inner):
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)
+        halves = acceptance.computes_halves(self.example_inputs)
+        graphs = [self] if halves or random else [plain, self]
         thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
         return Watch(run, Doubled(quick, thorough, gauge, random), names, gauge)
 
@@ -339,18 +339,17 @@ class _Graph:
         """
         if self.done and not any(head.chunked for head in self.done[-1].plan.heads):
             return None
-        same = {name: getattr(config, name) for name in ("head", "keep_head", "head_min_bytes")}
-        exact = dataclasses.replace(RECIPES["exact"], **same)
-        bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
+        kept = {name: getattr(config, name) for name in ("head", "keep_head", "head_min_bytes")}
+        exact = dataclasses.replace(RECIPES["exact"], **kept)
+        bare = dataclasses.replace(
+            self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=(), asked=exact, recorder=None,
+            listener=None, inner_compile=run_uncompiled, patches=self.patches | _NEW_GRAPH,
+        )  # fmt: skip
 
         def compile_part(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             done: list[GraphReport] = []
-            graph = dataclasses.replace(
-                bare, gm=gm, example_inputs=fakes, inputs=graph_inputs(gm), asked=exact, done=done,
-                inner_compile=run_uncompiled, patches=self.patches | _NEW_GRAPH,
-                recorder=None, listener=None,
-            )  # fmt: skip
-            run = graph.compile(exact)
+            given = {"example_inputs": fakes, "inputs": graph_inputs(gm), "done": done}
+            run = dataclasses.replace(bare, gm=gm, **given).compile(exact)
             if any(head.chunked for report in done for head in report.plan.heads):
                 return run
             raise TooLarge("a head's logits are too large as a whole")
