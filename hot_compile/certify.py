@@ -24,8 +24,8 @@ from torch import fx
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .again import twin
-from .backend import hot, trains
+from .again import trains, twin
+from .backend import hot
 from .config import HotConfig, split_options
 from .guarantee import PARTS, Part, stores
 from .launch import by_default, ended, starting
