@@ -23,12 +23,14 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.utils import checkpoint as torchs
+from torch.utils._pytree import tree_leaves
 
 from .errors import OptionError
 from .passes.base.emit import Emitter
 from .passes.base.operators import FLOATS
 from .passes.base.schemes import Scheme
 from .passes.storage.pack import pack, unpack
+from .runtime.host_copies import LANES
 
 log = logging.getLogger("hot_compile")
 
@@ -36,6 +38,8 @@ _GROUP = 128
 _SMALLEST = 65536
 """Bytes below which a boundary is not worth two kernels: ``memory_min_bytes``."""
 _SCHEMES = {6: Scheme.GROUPS6, 8: Scheme.GROUPS8, 12: Scheme.GROUPS12}
+_BOUNDARIES = "_hot_boundaries"
+"""Attribute of a region's results: what is kept in host memory of its arguments."""
 _HOLDERS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Where Transformers' and torch's own wrappers (torchtitan's) keep the function they call."""
 
@@ -55,7 +59,8 @@ def checkpoint(
             which the first block's gradients want. Only floating-point arguments that want a
             gradient, are contiguous, have a multiple of 128 elements and at least 64 KiB are
             stored so; all else is kept as it is.
-        host: keep them in pinned host memory, copied while the forward goes on.
+        host: keep them in pinned host memory, copied while the forward goes on, and back while the
+            backward is at the region that got this one's result.
 
     Raises:
         OptionError: other bits.
@@ -65,13 +70,22 @@ def checkpoint(
     if torch.compiler.is_compiling():
         return torchs.checkpoint(function, *args, **keywords)
     mine = {_place(a): _bits(a, bits) for a in args if isinstance(a, Tensor) and _fits(a)}
+    before = next((getattr(a, _BOUNDARIES) for a in args if hasattr(a, _BOUNDARIES)), ())
+    own: list[_Packed] = []
 
     def keep(saved: Tensor) -> Tensor | _Packed:
         wanted = mine.get(_place(saved))
-        return saved if wanted is None else _Packed.of(saved, wanted, host)
+        if wanted is None:
+            return saved
+        own.append(_Packed.of(saved, wanted, host, before))
+        return own[-1]
 
     with saved_tensors_hooks(keep, _restored):  # the region's own hooks, or none, stand inside
-        return torchs.checkpoint(function, *args, **keywords)
+        result = torchs.checkpoint(function, *args, **keywords)
+    for made in tree_leaves(result) if host else ():
+        if isinstance(made, Tensor):
+            setattr(made, _BOUNDARIES, own)
+    return result
 
 
 def compress_boundaries(model: nn.Module, bits: int = 6, host: bool = False) -> int:
@@ -121,7 +135,7 @@ def _fits(tensor: Tensor) -> bool:
     return large and tensor.is_contiguous() and tensor.numel() % _GROUP == 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Packed:
     """A boundary as it is kept."""
 
@@ -130,26 +144,40 @@ class _Packed:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    away: bool
-    """``parts`` lie in host memory."""
+    lane: int | None = None
+    """Of the copies to the host; None: ``parts`` lie where they were made."""
+    before: Sequence[_Packed] = ()
+    """What the backward wants next."""
+    coming: Tensor | None = None
+    """Of copies back that are under way."""
 
     @classmethod
-    def of(cls, saved: Tensor, bits: int, host: bool) -> _Packed:
+    def of(cls, saved: Tensor, bits: int, host: bool, before: Sequence[_Packed] = ()) -> _Packed:
         """``saved`` as codes and scales."""
+        lane = None
         write, _ = _coder(_SCHEMES[bits], saved.dtype, saved.device.type)
         with torch.no_grad():
             parts = tuple(write(_rows(saved.detach().view(-1, _GROUP))))
             if host:
-                parts = tuple(torch.ops.hot.to_host(list(parts), 0))
-        return cls(parts, bits, saved.shape, saved.dtype, saved.device, host)
+                lane = ((before[0].lane or 0) + 1) % LANES if before else 0
+                parts = tuple(torch.ops.hot.to_host(list(parts), lane))
+        return cls(parts, bits, saved.shape, saved.dtype, saved.device, lane, before)
+
+    def start(self) -> None:
+        """Start the copies back, if it lies in host memory and none are under way."""
+        if self.lane is not None and self.coming is None:
+            self.coming = torch.ops.hot.fetch(list(self.parts), self.device, [])
 
     def restored(self) -> Tensor:
         """The boundary, rounded, on its device."""
         parts = self.parts
         with torch.no_grad():
-            if self.away:
-                coming = torch.ops.hot.fetch(list(parts), self.device, [])
-                parts = tuple(torch.ops.hot.arrive(coming, list(parts), self.device, []))
+            self.start()
+            if self.coming is not None:
+                arrived = torch.ops.hot.arrive(self.coming, list(parts), self.device, [])
+                parts, self.coming = tuple(arrived), None
+                for boundary in self.before:
+                    boundary.start()
             _, read = _coder(_SCHEMES[self.bits], self.dtype, self.device.type)
             (value,) = read(*map(_rows, parts))
         return value.view(self.shape)

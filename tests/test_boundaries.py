@@ -13,6 +13,7 @@ from hot_compile import boundaries
 from hot_compile.backend import hot
 from hot_compile.errors import OptionError
 from hot_compile.record import run_uncompiled
+from hot_compile.runtime import host_copies
 from hot_compile.testing import cosine
 
 EXACT_LAYERS = {**ALL, "override": {"*": "exact"}}
@@ -81,6 +82,55 @@ def test_in_host_memory_it_is_the_same():
     there, _ = gradients(model, x, hot_compile.checkpoint, use_reentrant=False, host=True)
     for name in here:
         assert torch.equal(here[name], there[name])
+
+
+def test_copies_back_begin_one_region_ahead(monkeypatch):
+    """Of the region that the backward comes to next, before this one is computed again."""
+    log, start = [], boundaries._Packed.start
+    monkeypatch.setattr(
+        boundaries._Packed, "start", lambda self: (log.append(("copy", id(self))), start(self))
+    )
+    weights = [torch.randn(128, 128, requires_grad=True) for _ in range(3)]
+
+    def region(n):
+        def compute(x):
+            log.append(("region", n))
+            return (x @ weights[n] / 12).tanh(), n
+
+        return compute
+
+    x = torch.randn(4, 64, 128, requires_grad=True)
+    for n in range(3):
+        x, _ = hot_compile.checkpoint(region(n), x, use_reentrant=False, host=True)
+    assert log == [("region", n) for n in range(3)]
+    del log[:]
+    x.sum().backward()
+    told = [what if what == "region" else "copy" for what, _ in log]
+    assert told == ["copy", "copy", "region", "copy", "copy", "region", "copy", "region"]
+    asked = [key for what, key in log if what == "copy"]
+    assert asked[1] == asked[2], "begun ahead, taken later"
+    assert asked[3] == asked[4]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_back_are_under_way_when_wanted(monkeypatch):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()).cuda() for _ in range(6)]
+    x, found, taken = torch.randn(64, 128, 128, device="cuda"), [], []
+    take = host_copies._Coming.take
+    monkeypatch.setattr(
+        host_copies._Coming, "take", lambda self: taken.append(take(self)) or taken[-1]
+    )
+    for host in (False, True):
+        y = x.clone().requires_grad_()
+        for block in blocks:
+            block.zero_grad()
+            y = hot_compile.checkpoint(block, y, use_reentrant=False, host=host)
+        y.square().mean().backward()
+        found.append([p.grad.clone() for block in blocks for p in block.parameters()])
+    assert all(map(torch.equal, *found))
+    assert len(taken) == len(blocks)
+    assert all(taken)
 
 
 @pytest.mark.parametrize(
