@@ -66,9 +66,13 @@ class Run {
   void make(const Call& call) {
     stack_.assign(std::max(call.arguments.size(), call.results.size()), 0);
     for (size_t i = 0; i < call.arguments.size(); ++i) stack_[i] = given(call.arguments[i]);
-    AOTITorchError error = torch_call_dispatcher(call.name.c_str(), call.overload.c_str(),
-                                                 stack_.data(), TORCH_ABI_VERSION);
-    HOT_CALLS_CHECK(error == TORCH_SUCCESS, "this call failed, as was told above: ", call.text);
+    if (call.own != nullptr) {
+      call.own(stack_.data(), call.arguments.size(), call.results.size());
+    } else {
+      AOTITorchError error = torch_call_dispatcher(call.name.c_str(), call.overload.c_str(),
+                                                   stack_.data(), TORCH_ABI_VERSION);
+      HOT_CALLS_CHECK(error == TORCH_SUCCESS, "this call failed, as was told above: ", call.text);
+    }
     for (size_t i = 0; i < call.results.size(); ++i) {
       Handle made(abi::to<AtenTensorHandle>(stack_[i]));
       if (call.results[i] != kUnread) values_[call.results[i]] = std::move(made);

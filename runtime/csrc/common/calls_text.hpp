@@ -13,6 +13,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/own.hpp"
+
 #define HOT_CALLS_CHECK(condition, ...) \
   STD_TORCH_CHECK(condition, "hot::layer_calls: ", __VA_ARGS__)
 
@@ -37,6 +39,8 @@ struct Argument {
 struct Call {
   std::vector<size_t> results;  // kUnread: nothing reads it
   std::string name, overload;
+  /// This library's own operator of that name, if there is one.
+  Boxed own = nullptr;
   std::vector<Argument> arguments;
   std::string text;
 };
@@ -143,6 +147,8 @@ inline Call call_of(Reader& reader, std::string_view all) {
   std::string_view name = reader.until(".(");
   call.name = name;
   if (reader.skip(".")) call.overload = reader.until("(");
+  auto own = own_operators().find(call.name);
+  if (own != own_operators().end() && call.overload.empty()) call.own = own->second;
   reader.expect("(");
   while (!reader.skip(")")) {
     if (!call.arguments.empty()) reader.expect(", ");

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -82,8 +83,21 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+// A fresh contiguous tensor where `like` lies; the C shim directly, which takes the host less than
+// a dispatched call.
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  return torch::stable::new_empty(like, size, dtype);
+  constexpr size_t most = 4;
+  STD_TORCH_CHECK(size.size() <= most, "hot: a tensor of ", size.size(), " dimensions");
+  int64_t strides[most], stride = 1;
+  for (size_t i = size.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(size.begin()[i], 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(size.size()), size.begin(), strides, static_cast<int32_t>(dtype),
+      aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 template <class... Tensors>

@@ -1,8 +1,10 @@
-// Host side of scaled_int_mm, add_scaled_int_mm and hadamard_int_mm: operands, the choice of kernel, split K.
+// Host side of scaled_int_mm, add_scaled_int_mm and hadamard_int_mm: operands, the choice of
+// kernel, split K.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
 
+#include "common/own.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tensors.hpp"
@@ -115,7 +117,7 @@ void run_slices(GemmProblem p, GemmKernel kernel, int64_t slice, int32_t* sums) 
 // The Ampere kernels write whole vectors of sums: b gets rows of zeros up to a multiple of them.
 Tensor pad_rows(const Tensor& b, int64_t rows, const Call& call) {
   int64_t n = b.size(0), bytes = b.size(1);
-  Tensor padded = torch::stable::new_empty(b, {rows, bytes});
+  Tensor padded = empty(b, {rows, bytes}, b.scalar_type());
   char* target = static_cast<char*>(padded.data_ptr());
   check_cuda(cudaMemcpy2DAsync(target, bytes, b.data_ptr(), n > 1 ? b.stride(0) : bytes, bytes, n,
                                cudaMemcpyDeviceToDevice, call.stream),
@@ -131,7 +133,7 @@ CombineTask run_sums(const Operands& o, GemmProblem p, const GemmPlan& plan, boo
           slabs = o.k == 0 ? 0 : (o.k + plan.slice - 1) / plan.slice;
   p.ldo = stride;
   p.slab = o.m * stride;
-  sums = torch::stable::new_empty(o.a, {slabs * p.slab}, ScalarType::Int);
+  sums = empty(o.a, {slabs * p.slab}, ScalarType::Int);
   std::optional<Tensor> padded;
   if (!hopper && stride != o.n) {
     padded = pad_rows(o.b, stride, call);
@@ -161,7 +163,7 @@ Tensor scaled_int_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
   Call call(a);
   Operands o = operands_of(a, b, a_scale, b_scale, row_term, col_term);
   OutType type = out_type(out_dtype);
-  Tensor out = torch::stable::new_empty(a, {o.m, o.n}, out_dtype);
+  Tensor out = empty(a, {o.m, o.n}, out_dtype);
   if (o.m == 0 || o.n == 0) return out;
   DeviceFacts facts = facts_of(call.device);
   bool hopper = facts.hopper && !o.packed;  // whose tensor cores have no INT4
@@ -193,8 +195,8 @@ Tensor hadamard_int_mm(const Tensor& transformed, const Tensor& equal, const Ten
                   ": transformed has ", padded, " rows, expected ", outputs,
                   " outputs rounded up to ", kOrder);
   OutType type = out_type(out_dtype);
-  Tensor out = torch::stable::new_empty(
-      other, {outputs_last ? inputs : outputs, outputs_last ? outputs : inputs}, out_dtype);
+  Tensor out =
+      empty(other, {outputs_last ? inputs : outputs, outputs_last ? outputs : inputs}, out_dtype);
   if (outputs == 0 || inputs == 0) return out;
   const Tensor &a = outputs_last ? other : transformed, &b = outputs_last ? transformed : other;
   Operands o =
@@ -238,9 +240,9 @@ void add_scaled_int_mm(const Tensor& total, const Tensor& a, const Tensor& b, co
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  m.impl("add_scaled_int_mm", TORCH_BOX(&add_scaled_int_mm));
-  m.impl("scaled_int_mm", TORCH_BOX(&scaled_int_mm));
-  m.impl("hadamard_int_mm", TORCH_BOX(&hadamard_int_mm));
+  calls::implement(m, "add_scaled_int_mm", TORCH_BOX(&add_scaled_int_mm));
+  calls::implement(m, "scaled_int_mm", TORCH_BOX(&scaled_int_mm));
+  calls::implement(m, "hadamard_int_mm", TORCH_BOX(&hadamard_int_mm));
 }
 
 }  // namespace

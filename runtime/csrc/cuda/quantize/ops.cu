@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common/own.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/common/tensors.hpp"
 #include "cuda/quantize/quantize.hpp"
@@ -185,9 +186,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& g
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
-  m.impl("quantize_columns", TORCH_BOX(&quantize_columns));
-  m.impl("quantize_grad", TORCH_BOX(&quantize_grad));
+  calls::implement(m, "quantize_rows", TORCH_BOX(&quantize_rows));
+  calls::implement(m, "quantize_columns", TORCH_BOX(&quantize_columns));
+  calls::implement(m, "quantize_grad", TORCH_BOX(&quantize_grad));
 }
 
 }  // namespace

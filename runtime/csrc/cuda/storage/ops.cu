@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "common/own.hpp"
 #include "cuda/common/tensors.hpp"
 #include "cuda/common/units.hpp"
 #include "cuda/storage/storage.hpp"
@@ -86,8 +87,8 @@ Pair rescale(const Tensor& stored, const Tensor& scale, const Tensor& fold, cons
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  m.impl("compress_int8", TORCH_BOX(&compress_int8));
-  m.impl("rescale_int8", TORCH_BOX(&rescale));
+  calls::implement(m, "compress_int8", TORCH_BOX(&compress_int8));
+  calls::implement(m, "rescale_int8", TORCH_BOX(&rescale));
 }
 
 }  // namespace
