@@ -1,10 +1,10 @@
-"""What a step of many small layers takes the host: stock Inductor beside hot; and one layer's calls.
+"""What a step of many small layers takes the host, by stock and by hot; and one layer's calls.
 
     python benchmarks/host.py --device cpu --depth 4
     python benchmarks/host.py --device cuda --depth 12
 
-Configurations are interleaved, the least of all rounds counts. On a CPU it is the thread's own time,
-which other work does not make longer; on a GPU from a step's begin until all of it was sent off.
+Configurations are interleaved, the least of all rounds counts. On a CPU it is the thread's own
+time, which other work does not make longer; on a GPU from a step's begin until all was sent off.
 """
 
 from __future__ import annotations
