@@ -125,7 +125,7 @@ def exact(t: Operands) -> tuple[Tensor, Tensor]:
 
 def _grad_x(t: Operands, row_q: Tensor, row_scale: Tensor) -> Tensor:
     columns = t.weight.permute(0, 2, 3, 1).reshape(t.weight.shape[0], -1)
-    weight_q, weight_scale, _ = hot.quantize_columns(columns, 16, 1, 8, True, False)
+    weight_q, weight_scale = hot.quantize_columns(columns, 16, 1, 8, True, False)
     pairs = (row_q, weight_q, row_scale, weight_scale)
     if t.conv.is_product:
         return hot.scaled_int_mm(*pairs, None, None, t.x.dtype)
@@ -141,7 +141,7 @@ def _grad_w(t: Operands, g: tuple[Tensor, ...], x: tuple[Tensor, ...], rank: int
 
 def int8(t: Operands) -> tuple[Tensor, Tensor]:
     """x stored in 8 bits; g_x [batch, height, width, I] and g_w [O, height, width, I]."""
-    x_q, x_scale, _ = hot.quantize_columns(t.rows(t.x), 0, 1, 8, True, False)
+    x_q, x_scale = hot.quantize_columns(t.rows(t.x), 0, 1, 8, True, False)
     grad = hot.quantize_grad(t.rows(t.grad_output), 8, True, 0, 1, True)
     return _grad_x(t, *grad[:2]), _grad_w(t, grad[2:], (x_q, x_scale))
 
@@ -151,7 +151,7 @@ def hla8(t: Operands) -> None:
     size = (t.conv.batch, t.conv.small_size)
     rows = t.rows(t.x)
     kept = (tile_rows(rows, *size), 8) if t.conv.is_product else (rows, 0)
-    x_q, x_scale, _ = hot.quantize_columns(*kept, 1, 8, True, False)
+    x_q, x_scale = hot.quantize_columns(*kept, 1, 8, True, False)
     g = t.rows(t.grad_output)
     _grad_x(t, *hot.quantize_rows(g, 8, True, True))
     grad = hot.quantize_columns(tile_rows(g, *size), 8, 1, 8, True, True)

@@ -93,7 +93,7 @@ def _quantize_columns(
 ) -> tuple[Tensor, ...]:
     rows, cols = x.shape
     q = _operand(x, cols, contracted_rows(rows, rank, tokens), packed)
-    return q, _fp32(x, cols), _fp32(x, cols)
+    return q, _fp32(x, cols)
 
 
 @_fake

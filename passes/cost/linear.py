@@ -211,7 +211,7 @@ def _quantize_columns(
     twice = ZERO if rank else x.bytes
     cost = _moved(x, q, again=twice + PACKING * q.values * int(packed))
     q = _integers(q, q.rows, q.columns, packed)
-    return cost, (q, _vector(x, x.columns), _vector(x, x.columns))
+    return cost, (q, _vector(x, x.columns))
 
 
 def _quantize_grad(
@@ -225,8 +225,8 @@ def _quantize_grad(
 ) -> Any:
     rows = _integers(g, g.rows, g.columns, packed)
     columns = _integers(g, g.columns, _kept_rows(g, rank))
-    scales = _vector(g, g.columns), _vector(g, g.columns)
-    return _moved(g, g, rows, columns), (rows, _vector(g, g.rows), columns, *scales)
+    scales = _vector(g, g.rows), _vector(g, g.columns)
+    return _moved(g, g, rows, columns), (rows, scales[0], columns, scales[1])
 
 
 def _quantize_one_read(

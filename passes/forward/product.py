@@ -95,7 +95,7 @@ def _rotated(x: Tensor, weight: Tensor, form: Form) -> tuple[Rows, Rows]:
     if more is not None:
         weight = aten.mul.Tensor(weight, aten.unsqueeze.default(more, 1))
     args = (weight, HADAMARD_ORDER, 1, _BITS, True, False)
-    q, scale, _ = hot.quantize_columns.default(*args)
+    q, scale = hot.quantize_columns.default(*args)
     return rows, (q, scale)
 
 

@@ -52,7 +52,7 @@ class ConvStrategy:
         """What the products want of x: (q, scale); x itself where g_w is exact."""
         if not self.integer_gw:
             return (x,)
-        return self._columns(x, self.conv.transposed, False)[:2]
+        return self._columns(x, self.conv.transposed, False)
 
     def gradients(
         self, g_y: Tensor, weight: Tensor, kept: Kept
@@ -102,7 +102,7 @@ class ConvStrategy:
     # quantised operands
 
     def _columns(self, tensor: Tensor, is_small: bool, stochastic: bool) -> Kept:
-        """(q, scale, total) of one operand of g_w."""
+        """(q, scale) of one operand of g_w."""
         d, conv = self.d, self.conv
         if self.im2col and not is_small:
             rows, rank = unfolded(tensor, self.conv), d.rank
@@ -136,7 +136,7 @@ class ConvStrategy:
             return hot.quantize_rows.default(rows, d.gx_bits, d.per_channel, False)
         columns = aten.reshape.default(channels_last(w), [shape[0], -1])
         args = (columns, 16, 1, d.gx_bits, d.per_channel, False)
-        q, scale, _ = hot.quantize_columns.default(*args)
+        q, scale = hot.quantize_columns.default(*args)
         return q, scale
 
     # results

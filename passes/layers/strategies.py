@@ -120,7 +120,7 @@ def quantised_columns(x: Tensor, how: How) -> Kept:
     if how.one_read:
         return tuple(hot.compress_int8.default(x, how.rank, how.tokens))
     args = (x, how.rank, how.tokens, 8, how.per_channel, False)
-    q, scale, _ = hot.quantize_columns.default(*args)
+    q, scale = hot.quantize_columns.default(*args)
     return q, scale
 
 
@@ -139,11 +139,11 @@ def _two_reads(g_y: Tensor, kept: Kept, weight: Tensor, how: How) -> Gradients:
     per_column = (how.rank, how.tokens, 8, how.per_channel, True)
     if how.gx and how.gw:
         args = (g_y, how.gx_bits, how.per_row, how.rank, how.tokens, how.per_channel)
-        *rows, q, scale, _ = hot.quantize_grad.default(*args, *_packed(how))
+        *rows, q, scale = hot.quantize_grad.default(*args, *_packed(how))
     elif how.gx:
         return gx_only(g_y, kept, weight, how)
     else:
-        q, scale, _ = hot.quantize_columns.default(g_y, *per_column)
+        q, scale = hot.quantize_columns.default(g_y, *per_column)
     x_q, x_scale = kept
     gw = _grad_weight((q, x_q), (scale, x_scale), how)
     return Gradients(_grad_input(rows, weight, how) if how.gx else None, gw)
@@ -176,7 +176,7 @@ def _grad_input(rows: Any, weight: Tensor, how: How) -> Tensor:
         w_q, w_scale = hot.quantize_rows.default(*args)
     else:
         args = (weight, 16, 1, how.gx_bits, how.per_channel, False, *_packed(how))
-        w_q, w_scale, _ = hot.quantize_columns.default(*args)
+        w_q, w_scale = hot.quantize_columns.default(*args)
     q, scale = rows
     return hot.scaled_int_mm.default(q, w_q, scale, w_scale, None, None, how.dtype)
 

@@ -38,9 +38,9 @@ class IntegerProducts:
     def __init__(self, x: Tensor, weight: Tensor, wanted: list[bool]) -> None:
         self._weight, self._wanted, self._row = weight, wanted, 0
         if wanted[0]:
-            self._w, self._w_scale, _ = hot.quantize_columns(weight, 16, 1, 8, True, False)
+            self._w, self._w_scale = hot.quantize_columns(weight, 16, 1, 8, True, False)
         if wanted[1]:
-            self._x, self._x_scale, _ = hot.quantize_columns(x, 0, 1, 8, True, False)
+            self._x, self._x_scale = hot.quantize_columns(x, 0, 1, 8, True, False)
 
     def add(
         self, g: Tensor, x: Tensor, target: Tensor | None, grad_x: Tensor | None, total: Tensor
@@ -56,7 +56,7 @@ class IntegerProducts:
         if target is not None:
             spike = g.gather(1, target[:, None])
             g.scatter_(1, target[:, None], 0.0)
-        row, row_scale, column, column_scale, _ = hot.quantize_grad(g, 8, True, 0, 1, True)
+        row, row_scale, column, column_scale = hot.quantize_grad(g, 8, True, 0, 1, True)
         if grad_x is not None:
             dtype = grad_x.dtype
             made = hot.scaled_int_mm(row, self._w, row_scale, self._w_scale, None, None, dtype)

@@ -55,22 +55,20 @@ def quantize_columns(
     per_column: bool,
     stochastic: bool,
     packed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Transform along the rows, quantise per column, write transposed (K contiguous).
 
     x: [R, C] float with R a multiple of ``tokens``. rank 0: no transform; 1..16: HLA(rank) in
     groups of 16 rows, see ``transform_rows`` (16 is the full transform). Returns q int8 [C, K]
-    with K = ``contracted_rows(R, rank, tokens)`` (tail zero), scale fp32 [C] and total fp32 [C] =
-    scale * (sum of q over K), the rank-1 companion of a zero point on the other operand. ``packed``
-    as in ``quantize_rows``.
+    with K = ``contracted_rows(R, rank, tokens)`` (tail zero) and scale fp32 [C]. ``packed`` as in
+    ``quantize_rows``.
     """
     rows = x.shape[0]
     values = x.float() if rank == 0 else transform_rows(x.float(), rank, tokens)
     scale, reciprocal = scale_of(absmax_of(values, 0, per_column), bits)
     values = pad_rows(values, contracted_rows(rows, rank, tokens)).t().contiguous()
     q = quantize(values, reciprocal.unsqueeze(1), bits, stochastic)
-    total = scale * q.sum(1, dtype=torch.int32).float()
-    return pack_int4(q) if packed else q, scale, total
+    return pack_int4(q) if packed else q, scale
 
 
 def quantize_grad(
@@ -81,7 +79,7 @@ def quantize_grad(
     tokens: int,
     per_column: bool,
     packed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both quantised forms of grad_output [L, O]: for g_x (rows) and for g_w (columns, INT8).
 
     ``quantize_rows`` and ``quantize_columns`` with stochastic rounding, one operator so that a

@@ -22,13 +22,13 @@ hot = torch.ops.hot
 
 def rotated(x, how):
     """x transformed along its rows in full, in INT8: what the toy strategy keeps."""
-    q, scale, _ = hot.quantize_columns.default(x, 16, 1, 8, True, False)
+    q, scale = hot.quantize_columns.default(x, 16, 1, 8, True, False)
     return q, scale
 
 
 def toy(g_y, kept, weight, how):
     """g_w of rows transformed in full; g_x is left exact."""
-    q, scale, _ = hot.quantize_columns.default(g_y, 16, 1, 8, True, True)
+    q, scale = hot.quantize_columns.default(g_y, 16, 1, 8, True, True)
     x_q, x_scale = kept
     gw = hot.scaled_int_mm.default(q, x_q, scale, x_scale, None, None, how.dtype)
     return Gradients(gw=gw)

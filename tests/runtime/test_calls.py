@@ -16,11 +16,12 @@ from hot_compile.runtime.reference.calls import DTYPES, Call, Calls, Optional, S
 
 hot = torch.ops.hot
 LAYER = (
-    "%3 %4 %5 %6 %7 = hot::quantize_grad(%0, 8, True, 0, 1, True, False); "
-    "%8 %9 _ = hot::quantize_columns(%2, 16, 1, 8, True, False, False); "
-    "%10 = hot::scaled_int_mm(%3, %8, %4, %9, None, None, {dtype}); "
-    "%11 %12 %13 = hot::quantize_columns(%1, 0, 1, 8, True, False, False); "
-    "%14 = hot::scaled_int_mm(%5, %11, %6, %12, ?%7, ?%13, {dtype}); return %10 %14"
+    "%3 %4 %5 %6 = hot::quantize_grad(%0, 8, True, 0, 1, True, False); "
+    "%7 %8 = hot::quantize_columns(%2, 16, 1, 8, True, False, False); "
+    "%9 = hot::scaled_int_mm(%3, %7, %4, %8, None, None, {dtype}); "
+    "%10 %11 = hot::quantize_columns(%1, 0, 1, 8, True, False, False); "
+    "_ %12 = hot::quantize_columns(%1, 0, 1, 4, True, False, False); "
+    "%13 = hot::scaled_int_mm(%5, %10, %6, %11, ?%6, ?%12, {dtype}); return %9 %13"
 )
 
 
@@ -30,12 +31,13 @@ def operands(device, rows=33, inputs=48, outputs=20):
 
 
 def called_one_by_one(g, x, w):
-    row, row_scale, col, col_scale, total = hot.quantize_grad(g, 8, True, 0, 1, True, False)
-    w_q, w_scale, _ = hot.quantize_columns(w, 16, 1, 8, True, False, False)
-    x_q, x_scale, zero = hot.quantize_columns(x, 0, 1, 8, True, False, False)
+    row, row_scale, col, col_scale = hot.quantize_grad(g, 8, True, 0, 1, True, False)
+    w_q, w_scale = hot.quantize_columns(w, 16, 1, 8, True, False, False)
+    x_q, x_scale = hot.quantize_columns(x, 0, 1, 8, True, False, False)
+    _, term = hot.quantize_columns(x, 0, 1, 4, True, False, False)
     return [
         hot.scaled_int_mm(row, w_q, row_scale, w_scale, None, None, torch.bfloat16),
-        hot.scaled_int_mm(col, x_q, col_scale, x_scale, total, zero, torch.bfloat16),
+        hot.scaled_int_mm(col, x_q, col_scale, x_scale, col_scale, term, torch.bfloat16),
     ]
 
 

@@ -35,19 +35,19 @@ def poison():
 def two_reads(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Every operator of the family once, as a layer's backward uses them."""
     ops = torch.ops.hot
-    x_q, x_scale, _ = ops.quantize_columns(x, 0, 1, 8, True, False)
-    row_q, row_scale, col_q, col_scale, total = ops.quantize_grad(g, 4, True, 0, 1, True)
-    w_q, w_scale, _ = ops.quantize_columns(w, 16, 1, 4, True, False)
+    x_q, x_scale = ops.quantize_columns(x, 0, 1, 8, True, False)
+    row_q, row_scale, col_q, col_scale = ops.quantize_grad(g, 4, True, 0, 1, True)
+    w_q, w_scale = ops.quantize_columns(w, 16, 1, 4, True, False)
     g_x = ops.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.bfloat16)
     g_w = ops.scaled_int_mm(col_q, x_q, col_scale, x_scale, None, None, torch.bfloat16)
-    return x_q, x_scale, row_q, row_scale, col_q, col_scale, total, w_q, w_scale, g_x, g_w
+    return x_q, x_scale, row_q, row_scale, col_q, col_scale, w_q, w_scale, g_x, g_w
 
 
 def one_read(rank: int, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Likewise."""
     ops = torch.ops.hot
     row_q, row_scale, col_q, fold, peak, equal, sums = ops.quantize_one_read(g, rank, 1, True, True)
-    w_q, w_scale, _ = ops.quantize_columns(w * equal[:, None], 16, 1, 8, True, False)
+    w_q, w_scale = ops.quantize_columns(w * equal[:, None], 16, 1, 8, True, False)
     x_q, x_scale = ops.rescale_int8(*ops.compress_int8(x, rank, 1), fold, peak)
     g_x = ops.scaled_int_mm(row_q, w_q, row_scale, w_scale, None, None, torch.bfloat16)
     g_w = ops.hadamard_int_mm(col_q, equal, x_q, x_scale, 384, False, torch.bfloat16)
@@ -170,7 +170,7 @@ def test_more_than_2_to_31_elements():
     x = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
     x.normal_()
     tail = x[-48:].clone()
-    row_q, row_scale, col_q, col_scale, _ = torch.ops.hot.quantize_grad(x, 4, True, 8, 1, True)
+    row_q, row_scale, col_q, col_scale = torch.ops.hot.quantize_grad(x, 4, True, 8, 1, True)
     want = reference.quantize_rows(tail.cpu(), 4, True, False)
     assert torch.equal(row_scale[-48:].cpu(), want[1])
     value = row_q[-48:].float().cpu() * want[1][:, None]

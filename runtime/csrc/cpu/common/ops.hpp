@@ -15,9 +15,9 @@ namespace hot::cpu {
 std::tuple<Tensor, Tensor> quantize_rows(const Kernels&, const Tensor& x, int64_t bits,
                                          bool per_row, bool stochastic, bool packed,
                                          const std::optional<Tensor>& factors);
-std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels&, const Tensor& x, int64_t rank,
-                                                    int64_t tokens, int64_t bits, bool per_column,
-                                                    bool stochastic, bool packed);
+std::tuple<Tensor, Tensor> quantize_columns(const Kernels&, const Tensor& x, int64_t rank,
+                                            int64_t tokens, int64_t bits, bool per_column,
+                                            bool stochastic, bool packed);
 /// INT4 values in int8 [rows, k] -> uint8 [rows, k / 2], the even entries in the low nibbles.
 Tensor pack_int4(const Tensor& q, int64_t bits, const char* op);
 Tensor unpack_int4(const Tensor& packed);

@@ -126,9 +126,9 @@ struct Kernels {
   void (*gather_columns)(const Matrix&, const Grouping&, const ColumnTask&, float* values,
                          uint32_t* absmax);
   /// Quantises gathered values, whose first row is row `first` of K and which end at `end`, into
-  /// q; adds the sums of the integers to sum [lanes].
+  /// q.
   void (*emit_columns)(const float* values, const ColumnTask&, int64_t first, int64_t end,
-                       const float* reciprocal, Rounding, const ColumnOutput&, int32_t* sum);
+                       const float* reciprocal, Rounding, const ColumnOutput&);
   /// Dequantises rows [begin, end).
   void (*epilogue)(const Epilogue&, int64_t begin, int64_t end);
   /// Exact product of rows [begin, end), for machines whose library product saturates.

@@ -152,11 +152,6 @@ inline I clamp_bytes(I x, int qmax) {
   return {_mm256_min_epi8(_mm256_max_epi8(x.a, low), high),
           _mm256_min_epi8(_mm256_max_epi8(x.b, low), high)};
 }
-inline __m256i sum_of_bytes(__m256i x) {
-  __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x);
-  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-inline I add_bytes(I sum, I x) { return add_int(sum, {sum_of_bytes(x.a), sum_of_bytes(x.b)}); }
 
 inline void transpose_eight(__m256i (&x)[8]) {
   __m256i y[8];

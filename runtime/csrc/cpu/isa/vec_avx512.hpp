@@ -113,11 +113,6 @@ inline I clamp_bytes(I x, int qmax) {
   x = _mm512_max_epi8(x, _mm512_set1_epi8(static_cast<char>(-qmax)));
   return _mm512_min_epi8(x, _mm512_set1_epi8(static_cast<char>(qmax)));
 }
-// Adds the four signed bytes of each lane to that lane of sum.
-inline I add_bytes(I sum, I x) {
-  I pairs = _mm512_maddubs_epi16(_mm512_set1_epi8(1), x);
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-}
 
 // Transposes a 16 x 16 matrix of 32-bit elements.
 inline void transpose(I (&x)[16]) {

@@ -204,12 +204,6 @@ inline I clamp_bytes(I x, int qmax) {
     return static_cast<int8_t>(b < -qmax ? -qmax : b > qmax ? qmax : b);
   });
 }
-inline I add_bytes(I sum, I x) {
-  int8_t b[64];
-  std::memcpy(b, x.v, 64);
-  return lanes<I>(
-      [&](int i) { return sum.v[i] + b[4 * i] + b[4 * i + 1] + b[4 * i + 2] + b[4 * i + 3]; });
-}
 
 inline void transpose(I (&x)[16]) {
   for (int i = 0; i < 16; ++i) {

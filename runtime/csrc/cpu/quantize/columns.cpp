@@ -37,7 +37,7 @@ struct Columns {
   Grouping groups;
   Rounding rounding;
   ColumnOutput out;
-  float *scale, *total;
+  float* scale;
 
   int64_t strips(int64_t width) const { return ceil_div(x.cols, width); }
 
@@ -56,14 +56,7 @@ struct Columns {
 struct Strip {
   alignas(64) uint32_t absmax[kStrip] = {};
   alignas(64) float reciprocal[kStrip] = {};
-  alignas(64) int32_t sum[kStrip] = {};
 };
-
-void write_totals(const Columns& c, const ColumnTask& task, const int32_t* sum) {
-  for (int i = 0; i < task.width; ++i) {
-    c.total[task.column + i] = c.scale[task.column + i] * static_cast<float>(sum[i]);
-  }
-}
 
 /// Scales per column, one task per strip: x is read once, the second look finds it in cache.
 void by_strips(const Columns& c, int64_t width) {
@@ -78,9 +71,7 @@ void by_strips(const Columns& c, int64_t width) {
         c.scale[task.column + i] = scale.scale;
         strip.reciprocal[i] = scale.reciprocal;
       }
-      c.kernels.emit_columns(values.get(), task, 0, c.out.k, strip.reciprocal, c.rounding, c.out,
-                             strip.sum);
-      write_totals(c, task, strip.sum);
+      c.kernels.emit_columns(values.get(), task, 0, c.out.k, strip.reciprocal, c.rounding, c.out);
     }
   });
 }
@@ -127,7 +118,6 @@ void by_chunks(const Columns& c, bool per_column) {
   std::vector<float> reciprocal(cols);
   reduce_scales(c, chunks, absmax.data(), per_column, reciprocal.data());
 
-  std::vector<int32_t> sums(chunks * cols);
   const int64_t chunk_rows = kChunkUnits * rows_per_unit(c.groups);
   over_chunks(c, chunks, [&](const ColumnTask& task, int64_t chunk, float* values) {
     Strip strip;
@@ -135,15 +125,8 @@ void by_chunks(const Columns& c, bool per_column) {
     std::copy_n(reciprocal.data() + task.column, task.width, strip.reciprocal);
     int64_t first = chunk * chunk_rows;
     int64_t end = chunk + 1 == chunks ? c.out.k : first + chunk_rows;
-    c.kernels.emit_columns(values, task, first, end, strip.reciprocal, c.rounding, c.out,
-                           strip.sum);
-    std::copy_n(strip.sum, task.width, sums.data() + chunk * cols + task.column);
+    c.kernels.emit_columns(values, task, first, end, strip.reciprocal, c.rounding, c.out);
   });
-  for (int64_t column = 0; column < cols; ++column) {
-    int32_t sum = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += sums[chunk * cols + column];
-    c.total[column] = c.scale[column] * static_cast<float>(sum);
-  }
 }
 
 /// Widest strip that leaves every thread work and whose gathered values stay in cache, or 0.
@@ -159,7 +142,6 @@ int64_t strip_width(const Columns& c, int64_t threads) {
 void run(const Columns& c, bool per_column) {
   if (c.x.rows == 0) {
     std::fill_n(c.scale, c.x.cols, 0.0f);
-    std::fill_n(c.total, c.x.cols, 0.0f);
   } else if (c.x.cols > 0) {
     int64_t width = per_column ? strip_width(c, torch::stable::get_num_threads()) : 0;
     width ? by_strips(c, width) : by_chunks(c, per_column);
@@ -168,9 +150,9 @@ void run(const Columns& c, bool per_column) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels& kernels, const Tensor& input,
-                                                    int64_t rank, int64_t tokens, int64_t bits,
-                                                    bool per_column, bool stochastic, bool packed) {
+std::tuple<Tensor, Tensor> quantize_columns(const Kernels& kernels, const Tensor& input,
+                                            int64_t rank, int64_t tokens, int64_t bits,
+                                            bool per_column, bool stochastic, bool packed) {
   constexpr const char* op = "quantize_columns";
   check_2d(input, op, "x");
   Rounding rounding = rounding_of(bits, stochastic, op);
@@ -180,11 +162,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_columns(const Kernels& kernels, cons
   const int64_t k = round_up(groups.units * rows_per_unit(groups), kContractAlign);
   Tensor q = empty_cpu({x.cols, k}, aoti_torch_dtype_int8());
   Tensor scale = empty_cpu({x.cols}, aoti_torch_dtype_float32());
-  Tensor total = empty_cpu({x.cols}, aoti_torch_dtype_float32());
-  Columns c{kernels,           x, groups, rounding, {data<int8_t>(q), k}, data<float>(scale),
-            data<float>(total)};
+  Columns c{kernels, x, groups, rounding, {data<int8_t>(q), k}, data<float>(scale)};
   run(c, per_column);
-  return {packed ? pack_int4(q, bits, op) : q, scale, total};
+  return {packed ? pack_int4(q, bits, op) : q, scale};
 }
 
 }  // namespace hot::cpu

@@ -122,8 +122,8 @@ void gather_columns(const Matrix& x, const Grouping& g, const ColumnTask& task, 
 
 /// One tile: up to 64 rows of K by 16 columns.
 template <bool Stochastic>
-inline I emit_tile(const float* values, int lanes, I place, F factor, I usable, int qmax, I sum,
-                   int8_t* q, int64_t q_stride, int columns, int rows) {
+inline void emit_tile(const float* values, int lanes, I place, F factor, I usable, int qmax,
+                      int8_t* q, int64_t q_stride, int columns, int rows) {
   I packed[16];
   const I step = set_int(kColHash);
   auto next = [&](int k) {
@@ -135,20 +135,18 @@ inline I emit_tile(const float* values, int lanes, I place, F factor, I usable, 
   for (int i = 0; i < 16; ++i) {
     I a = next(4 * i), b = next(4 * i + 1), c = next(4 * i + 2), d = next(4 * i + 3);
     packed[i] = clamp_bytes(pack_lanes<true>(a, b, c, d), qmax);
-    sum = add_bytes(sum, packed[i]);
   }
   transpose(packed);
   if (columns >= kLanes && rows == kTile) {
     for (int c = 0; c < kLanes; ++c) store_int(q + c * q_stride, packed[c]);
-    return sum;
+    return;
   }
   for (int c = 0; c < columns && c < kLanes; ++c) store_bytes(q + c * q_stride, packed[c], rows);
-  return sum;
 }
 
 template <bool Stochastic>
 void emit_columns_of(const float* values, const ColumnTask& task, int64_t first, int64_t end,
-                     const float* reciprocal, int qmax, const ColumnOutput& out, int32_t* sums) {
+                     const float* reciprocal, int qmax, const ColumnOutput& out) {
   const int lanes = lanes_of(task);
   for (int c = 0; c < task.width; c += kLanes) {
     const int64_t column = task.column + c;
@@ -158,23 +156,20 @@ void emit_columns_of(const float* values, const ColumnTask& task, int64_t first,
     I place =
         mul_int(add_int(set_int(static_cast<uint32_t>(column)), lane_index()), set_int(kRowHash));
     place = add_int(place, set_int(static_cast<uint32_t>(first) * kColHash));
-    I sum = load_int(sums + c);
     for (int64_t k = first; k < end; k += kTile) {
       int rows = static_cast<int>(end - k < kTile ? end - k : kTile);
-      sum = emit_tile<Stochastic>(values + (k - first) * lanes + c, lanes, place, factor,
-                                  load_int(usable), qmax, sum, out.q + column * out.k + k, out.k,
-                                  task.width - c, rows);
+      emit_tile<Stochastic>(values + (k - first) * lanes + c, lanes, place, factor,
+                            load_int(usable), qmax, out.q + column * out.k + k, out.k,
+                            task.width - c, rows);
       place = add_int(place, set_int(kTile * kColHash));
     }
-    store_int(sums + c, sum);
   }
 }
 
 void emit_columns(const float* values, const ColumnTask& task, int64_t first, int64_t end,
-                  const float* reciprocal, Rounding rounding, const ColumnOutput& out,
-                  int32_t* sums) {
+                  const float* reciprocal, Rounding rounding, const ColumnOutput& out) {
   auto f = rounding.stochastic ? emit_columns_of<true> : emit_columns_of<false>;
-  f(values, task, first, end, reciprocal, rounding.qmax, out, sums);
+  f(values, task, first, end, reciprocal, rounding.qmax, out);
 }
 
 }  // namespace hot::HOT_ISA

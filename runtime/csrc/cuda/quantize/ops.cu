@@ -15,7 +15,6 @@ namespace {
 constexpr int64_t kOrder = 16;
 
 using Pair = std::tuple<Tensor, Tensor>;
-using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 float qmax_of(int64_t bits, const char* op) {
   STD_TORCH_CHECK(bits >= 2 && bits <= 8, "hot::", op, ": bits is ", bits, ", expected 2 to 8");
@@ -57,8 +56,8 @@ Pair want_rows(QuantizeTask& task, const Tensor& x, float qmax, bool per_row, bo
   return {q, scale};
 }
 
-Triple want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t tokens, float qmax,
-                    bool per_column, const char* op) {
+Pair want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t tokens, float qmax,
+                  bool per_column, const char* op) {
   STD_TORCH_CHECK(rank >= 0 && rank <= kOrder, "hot::", op, ": rank is ", rank,
                   ", expected 0 to 16");
   STD_TORCH_CHECK(tokens >= 1 && (rank == 0 || task.rows % tokens == 0), "hot::", op, ": ",
@@ -77,11 +76,9 @@ Triple want_columns(QuantizeTask& task, const Tensor& x, int64_t rank, int64_t t
                   " contracted rows, expected below 2^32");
   Tensor q = empty(x, {task.columns, task.contracted}, ScalarType::Char);
   Tensor scale = empty(x, {task.columns}, ScalarType::Float);
-  Tensor total = empty(x, {task.columns}, ScalarType::Float);
   task.column_q = data<int8_t>(q);
   task.column_scale = data<float>(scale);
-  task.column_total = data<float>(total);
-  return {q, scale, total};
+  return {q, scale};
 }
 
 // An empty x launches nothing; what its outputs still hold is zero.
@@ -93,7 +90,6 @@ void zero_outputs(const QuantizeTask& task, const Call& call) {
   if (task.want_columns) {
     call.zero(task.column_q, task.columns * task.contracted);
     call.zero(task.column_scale, task.columns * sizeof(float));
-    call.zero(task.column_total, task.columns * sizeof(float));
   }
 }
 
@@ -101,16 +97,11 @@ void zero_outputs(const QuantizeTask& task, const Call& call) {
 Tensor workspace_of(QuantizeTask& task, const Tensor& x, const Call& call) {
   int64_t rows = task.want_rows ? (task.per_row ? task.rows : 1) : 0;
   int64_t columns = task.want_columns ? (task.per_column ? task.columns : 1) : 0;
-  int64_t sums = task.want_columns ? task.columns : 0;
-  int64_t strips = (task.columns * x.element_size() + kStripBytes - 1) / kStripBytes;
-  int64_t words = rows + columns + sums + strips;
-  Tensor workspace = empty(x, {words}, ScalarType::Int);
+  Tensor workspace = empty(x, {rows + columns}, ScalarType::Int);
   uint32_t* next = data<uint32_t>(workspace);
-  call.zero(next, words * sizeof(uint32_t));
+  call.zero(next, (rows + columns) * sizeof(uint32_t));
   task.row_absmax = next;
   task.column_absmax = next + rows;
-  task.column_sum = reinterpret_cast<int32_t*>(next + rows + columns);
-  task.finished = next + rows + columns + sums;
   return workspace;
 }
 
@@ -149,8 +140,8 @@ Pair quantize_rows(const Tensor& x, int64_t bits, bool per_row, bool stochastic,
   return out;
 }
 
-Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t bits,
-                        bool per_column, bool stochastic, bool packed) {
+Pair quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t bits, bool per_column,
+                      bool stochastic, bool packed) {
   check_matrix(x, "quantize_columns", "x");
   check_packed(packed, bits, "quantize_columns");
   float qmax = qmax_of(bits, "quantize_columns");
@@ -158,19 +149,19 @@ Triple quantize_columns(const Tensor& x, int64_t rank, int64_t tokens, int64_t b
   Tensor rows = with_contiguous_rows(x, "quantize_columns");
   QuantizeTask task = task_of(rows, call);
   task.stochastic = stochastic;
-  Triple out = want_columns(task, x, rank, tokens, qmax, per_column, "quantize_columns");
+  Pair out = want_columns(task, x, rank, tokens, qmax, per_column, "quantize_columns");
   run(task, rows, call, "quantize_columns");
   if (!packed) return out;
   // A pass of its own: this is for W, which is small beside the rows of g_y.
   Tensor pairs = empty(x, {task.columns, task.contracted / 2}, ScalarType::Byte);
   pack_int4(task.column_q, data<uint8_t>(pairs), task.columns * task.contracted, call.stream);
-  return {pairs, std::get<1>(out), std::get<2>(out)};
+  return {pairs, std::get<1>(out)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& grad_output,
-                                                                 int64_t row_bits, bool per_row,
-                                                                 int64_t rank, int64_t tokens,
-                                                                 bool per_column, bool packed) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& grad_output,
+                                                         int64_t row_bits, bool per_row,
+                                                         int64_t rank, int64_t tokens,
+                                                         bool per_column, bool packed) {
   check_matrix(grad_output, "quantize_grad", "grad_output");
   check_packed(packed, row_bits, "quantize_grad");
   float qmax = qmax_of(row_bits, "quantize_grad");
@@ -179,8 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& g
   QuantizeTask task = task_of(rows, call);
   task.stochastic = true;
   Pair row = want_rows(task, grad_output, qmax, per_row, packed);
-  Triple column =
-      want_columns(task, grad_output, rank, tokens, 127.0f, per_column, "quantize_grad");
+  Pair column = want_columns(task, grad_output, rank, tokens, 127.0f, per_column, "quantize_grad");
   run(task, rows, call, "quantize_grad");
   return std::tuple_cat(row, column);
 }

@@ -132,12 +132,11 @@ __global__ void __launch_bounds__(kThreads, Buffers<kRows, kColumnsMode, false>:
   if constexpr (kColumnsMode != kNone) share_absmax<T>(task, most, first);
 }
 
-// Reciprocals of the rows of a tile and the columns of the strip, and the strip's sums of integers.
+// Reciprocals of the rows of a tile and the columns of the strip.
 template <class T>
 struct Reciprocals {
   float row[kTileRows];
   float column[Tile<T>::kColumns];
-  int32_t sum[Tile<T>::kColumns];
 
   // The strip's first block writes the scales too.
   __device__ void find_rows(const QuantizeTask& task, const Tile<T>& tile) {
@@ -151,7 +150,6 @@ struct Reciprocals {
     int i = threadIdx.x;
     if (i >= Tile<T>::kColumns) return;
     int64_t at = first + Tile<T>::column_at(i);
-    sum[i] = 0;
     column[i] = 0.0f;
     if (at >= task.columns) return;
     uint32_t absmax = task.column_absmax[task.per_column ? at : 0];
@@ -243,8 +241,8 @@ __device__ inline void quantize_kept(float (&v)[kOrder], float reciprocal, uint3
 }
 
 template <class T, int kColumnsMode, bool kStochastic>
-__device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile, Reciprocals<T>& scales,
-                                 int64_t first, uint32_t first_block) {
+__device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile,
+                                 const Reciprocals<T>& scales, int64_t first, uint32_t first_block) {
   constexpr int kPer = Tile<T>::kPerThread;
   constexpr int kChunk = kColumnsMode == kLowPass8 ? 8 : 16;
   using Out = Transposed<kChunk, Tile<T>::kColumns>;
@@ -263,17 +261,12 @@ __device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile, Recipr
     uint32_t words[4];
     quantize_kept<kColumnsMode, kStochastic>(v[c], scales.column[c * 32 + lane], place, least,
                                              words);
-    int sum = __dp4a(static_cast<int>(words[0]), 0x01010101, 0);
-    sum = __dp4a(static_cast<int>(words[1]), 0x01010101, sum);
     if constexpr (kChunk == 8) {
       *reinterpret_cast<uint2*>(out.chunk(column, group)) = make_uint2(words[0], words[1]);
     } else {
-      sum = __dp4a(static_cast<int>(words[2]), 0x01010101, sum);
-      sum = __dp4a(static_cast<int>(words[3]), 0x01010101, sum);
       *reinterpret_cast<uint4*>(out.chunk(column, group)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
-    atomicAdd(scales.sum + c * 32 + lane, sum);
   }
   __syncthreads();
   out.store(reinterpret_cast<unsigned char*>(task.column_q), static_cast<uint32_t>(task.columns),
@@ -284,7 +277,8 @@ __device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile, Recipr
 // Any rank: the same values written byte by byte. Only ranks 0, 8 and 16 are in a recipe.
 template <class T, bool kStochastic>
 __device__ void columns_quantize_any(const QuantizeTask& task, const Tile<T>& tile,
-                                     Reciprocals<T>& scales, int64_t first, int64_t first_block) {
+                                     const Reciprocals<T>& scales, int64_t first,
+                                     int64_t first_block) {
   constexpr int kPer = Tile<T>::kPerThread;
   int lane = threadIdx.x % 32, group = threadIdx.x / 32;
   uint32_t kept = low_pass_mask(task.rank);
@@ -296,7 +290,6 @@ __device__ void columns_quantize_any(const QuantizeTask& task, const Tile<T>& ti
     if (column >= task.columns || first_block + group >= task.blocks) continue;
     float reciprocal = scales.column[c * 32 + lane];
     int64_t k = (first_block + group) * task.rank;
-    int sum = 0;
     hadamard_times_4(v[c]);
     float factor = prepare<true>(v[c], reciprocal);
 #pragma unroll
@@ -306,35 +299,11 @@ __device__ void columns_quantize_any(const QuantizeTask& task, const Tile<T>& ti
           static_cast<uint32_t>(column) * kRowHash + static_cast<uint32_t>(k) * kColHash;
       uint32_t bits =
           round_to_byte<kStochastic>(__fmul_rn(v[c][n], factor), place, 1.0f - task.column_qmax);
-      int8_t q = static_cast<int8_t>(bits & 0xff);
-      task.column_q[column * task.contracted + k++] = q;
-      sum += q;
+      task.column_q[column * task.contracted + k++] = static_cast<int8_t>(bits & 0xff);
     }
-    atomicAdd(scales.sum + c * 32 + lane, sum);
     if (first_block + group == task.blocks - 1)
       for (; k < task.contracted; ++k) task.column_q[column * task.contracted + k] = 0;
   }
-}
-
-// Adds the block's sums of integers; the strip's last block to do so turns them into the totals.
-template <class T>
-__device__ void finish_columns(const QuantizeTask& task, const Reciprocals<T>& scales,
-                               int64_t first) {
-  __syncthreads();
-  int64_t column = first + Tile<T>::column_at(threadIdx.x);
-  bool mine = threadIdx.x < Tile<T>::kColumns && column < task.columns;
-  if (mine) atomicAdd(task.column_sum + column, scales.sum[threadIdx.x]);
-  __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {  // fences for all: the barrier orders the others' atomics before it
-    __threadfence();
-    last = atomicAdd(task.finished + blockIdx.x, 1u) == gridDim.y - 1;
-  }
-  if (!__syncthreads_or(last) || !mine) return;
-  __threadfence();
-  uint32_t absmax = task.column_absmax[task.per_column ? column : 0];
-  float sum = static_cast<float>(__ldcg(task.column_sum + column));
-  task.column_total[column] = __fmul_rn(scale_of(absmax, task.column_qmax), sum);
 }
 
 template <class T, bool kRows, int kColumnsMode, bool kStochastic>
@@ -371,7 +340,6 @@ __global__ void __launch_bounds__(kThreads, Buffers<kRows, kColumnsMode, true>::
       tile.start(m, next_block, first);
     }
   }
-  if constexpr (kColumnsMode != kNone) finish_columns(task, scales, first);
 }
 
 // Enough blocks per strip to fill the device once, or one per tile.

@@ -32,19 +32,14 @@ struct QuantizeTask {
   int64_t contracted;       // length of a row of column_q
   int8_t* column_q;
   float* column_scale;
-  float* column_total;
 
   // For the ways in two passes, zeroed by the caller. absmax: bits of non-negative floats, one for
   // all when not per row/column.
   uint32_t* row_absmax;
   uint32_t* column_absmax;
-  int32_t* column_sum;
-  uint32_t* finished;  // per strip of columns, tiles done
 
   cudaStream_t stream;
 };
-
-constexpr int64_t kStripBytes = 256;  // width of the two passes' tile, for sizing `finished`
 
 // Rows in one pass: a block's 256 threads hold a row, 6 blocks of 16 columns each.
 constexpr int kRowThreads = 256, kMostRowBlocks = 6;
