@@ -284,6 +284,22 @@ def monitoring(documents: list[Document]) -> Lines:
     return made
 
 
+def cold_compilation(documents: list[Document]) -> Lines:
+    """``cold_compile.py``: seconds of a first step, beside stock's; then its parts."""
+    parts = documents[0]["rows"][0]["parts_s"]
+    made: Lines = [("", "", "s", "× stock's", "s of CPUs", "× stock's", *parts)]
+    for document in documents:
+        stock: Raw = {}
+        for row in document["rows"]:
+            stock = row if row["config"] == "stock" else stock
+            figures = []
+            for key in ("wall_s", "cpu_s"):
+                figures += [f"{row[key]:.0f}", times(row[key] / stock[key]) if stock else ""]
+            phases = (f"{seconds:.1f}" for seconds in row["parts_s"].values())
+            made.append((row["model"], row["config"], *figures, *phases))
+    return made
+
+
 def pretraining(documents: list[Document]) -> Lines:
     """``pretrain.py``: held-out losses at steps that all runs were asked at, and at the end."""
     runs = [row for document in documents for row in document["rows"]]
@@ -313,6 +329,6 @@ TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     for table in (
         *(steps, budgets, training, layers, convs, heads),
         *(transforms, products, distributions, packing, monitoring, pretraining),
-        *(eight_bits, forwards, scores),
+        *(eight_bits, forwards, scores, cold_compilation),
     )
 }
