@@ -135,11 +135,6 @@ struct Tile {
     for (int i = 0; i < kOrder; ++i) read_pair(source + i * kPitch, i, v);
   }
 
-  // The words of one row there.
-  __device__ uint2 read_words(int group, int lane, int i) const {
-    return *reinterpret_cast<const uint2*>(data + (group * kOrder + i) * kPitch + lane * 8);
-  }
-
   __device__ static void read_pair(const unsigned char* source, int i,
                                    float (&v)[kPerThread][kOrder]) {
     uint2 words = *reinterpret_cast<const uint2*>(source);
