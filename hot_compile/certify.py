@@ -43,6 +43,8 @@ _WARM = 3
 """Steps of each way that are not measured: its code is compiled and tuned in them."""
 _ROUNDS = 6
 """Turns that each way has at least, if so many steps are measured."""
+_SURELY = 5
+"""Turns, one way longer than the other in each of them, that are no chance."""
 _LONGEST = 4
 """Looks go on for at most so many times the steps asked for, while something is being repaired."""
 _SAME = 0.01
@@ -243,7 +245,7 @@ class Session:
 def _ran(seconds: Sequence[float], block: int, peak: int) -> Ran:
     quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [*seconds] * 3
     middle = quarters[0], quarters[2]
-    return Ran(statistics.median(seconds), middle, len(seconds) * block, peak)
+    return Ran(statistics.median(seconds), middle, len(seconds) * block, peak, tuple(seconds))
 
 
 def _allocated() -> int:
@@ -253,7 +255,14 @@ def _allocated() -> int:
 
 def slower(ours: Ran, other: Ran) -> bool:
     """By more than a difference that is none, and than turns differ among themselves."""
-    return ours.seconds > (1 + _SAME) * other.seconds and ours.quarters[0] > other.quarters[1]
+    return ours.seconds > (1 + _SAME) * other.seconds and _longer(ours, other)
+
+
+def _longer(ours: Ran, other: Ran) -> bool:
+    """The middle halves are apart, or it was so each time that they took turns."""
+    pairs = list(zip(ours.turns, other.turns, strict=False))
+    always = len(pairs) >= _SURELY and all(a > b for a, b in pairs)
+    return always or ours.quarters[0] > other.quarters[1]
 
 
 def _as_fast(ran: Mapping[str, Ran]) -> list[str]:
@@ -267,6 +276,8 @@ def choice(ran: Mapping[str, Ran]) -> str | None:
 
     Of what is as fast as stock the one of the smallest peak, else the fastest.
     """
+    if not slower(ran[HOT], ran[STOCK]):  # measured again beside its parts
+        return None
     if fast := _as_fast(ran):
         return min(fast, key=lambda name: ran[name].peak)
     parts = [name for name in ran if name not in (HOT, STOCK)]
@@ -342,7 +353,7 @@ def table(found: Certificate) -> PlainTable:
 
 
 def parts_tables(found: Certificate) -> Iterator[PlainTable]:
-    """What each part of hot costs a step: how steps run without it. None if that was not asked."""
+    """What each part of hot costs a step: how steps run without it. Nothing if that is unknown."""
     if not found.parts or found.hot is None:
         return
     columns = ("without", "step, median", "middle half", "it costs", "peak")
@@ -379,7 +390,7 @@ def verdict(found: Certificate) -> str:
     if found.off:
         return f"Not worth it as it is: {len(found.off)} gradients are off by more than the budget."
     share, ratio = hot.peak / max(1, stock.peak), hot.seconds / stock.seconds
-    apart = hot.quarters[0] > stock.quarters[1] or hot.quarters[1] < stock.quarters[0]
+    apart = _longer(hot, stock) or _longer(stock, hot)
     same = not apart or abs(ratio - 1) < _SAME
     longer = f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
     took = "no other step time that could be told apart" if same else f"steps {longer}"

@@ -1,5 +1,6 @@
 """``hot-compile certify``: a script by "hot", looked at, beside stock in turns; what is said."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -299,6 +300,7 @@ def test_which_part_is_left_out():
     assert choice({"hot": hot, "stock": stock, "a": fast, "b": lean, "c": slow}) == "b"
     assert choice({"hot": hot, "stock": stock, "c": slow, "d": ran(0.107, 40)}) == "c"
     assert choice({"hot": hot, "stock": stock, "e": ran(0.12, 40)}) is None
+    assert choice({"hot": stock, "stock": stock, "b": lean}) is None
 
 
 @pytest.mark.parametrize(
@@ -316,6 +318,15 @@ def test_which_part_is_left_out():
 )
 def test_verdicts(hot, stock, said):
     assert verdict(of(hot, stock)).startswith(said)
+
+
+def test_what_is_longer_in_every_turn_is_told_apart_on_a_busy_machine():
+    busy = [0.01, 0.09, 0.02, 0.11, 0.01, 0.05]
+    stock = Ran(0.035, (0.01, 0.095), 12, 100, tuple(busy))
+    hot = Ran(0.045, (0.02, 0.105), 12, 100, tuple(b + 0.01 for b in busy))
+    assert certifying.slower(hot, stock)
+    assert "steps 29% longer" in verdict(of(hot, stock))
+    assert not certifying.slower(dataclasses.replace(hot, turns=(0.02,) * 6), stock)
 
 
 def test_nothing_is_worth_it_with_gradients_that_are_off():

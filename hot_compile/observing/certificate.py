@@ -33,6 +33,8 @@ class Ran:
     peak: int
     """Bytes: on a GPU the allocator's peak, of what is the script's; on a CPU how far tensors'
     memory rises in a step, by replaying every allocation and release."""
+    turns: tuple[float, ...] = ()
+    """Seconds of a step in each turn; those of the same place took turns with one another."""
 
     def __str__(self) -> str:
         return f"peak {memory_text(self.peak)}, step {time_text(self.seconds)}"
