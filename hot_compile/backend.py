@@ -30,7 +30,7 @@ from .observing.acceptance import Acceptance, Findings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.draws import drawn_alike, draws
-from .observing.eager import Eager, Heads, TooLarge
+from .observing.eager import Eager, Heads, TooLarge, room
 from .observing.gauge import Gauge, Watched
 from .observing.logit_guard import LogitGuard
 from .observing.monitor import Monitor, monitor_of
@@ -393,6 +393,11 @@ class _Graph:
         """What was done to it, as far as is known."""
         return self.done[-1].plan if self.done else NO_PLAN
 
+    def tell(self, gauge: Gauge) -> None:
+        """Let it know what was done to the graph."""
+        crossing = self.done[-1].crossing if self.done else ()
+        gauge.compiled(self.plan, crossing, functools.partial(room, self.devices))
+
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good: compiled once, or once for every width of a schedule.
 
@@ -425,7 +430,7 @@ def _final(
     config = monitor.applied(config, graph.inputs.parameters)
     gauge = Gauge(monitor.rotate, config, graph.trained)
     watch = graph.watched(config, profile, gauge, graph.finished)
-    gauge.compiled(graph.plan)
+    graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
     return monitor.watches((graph.code, graph.trained), watched)
 
@@ -443,7 +448,7 @@ def _accepted(
     watch = graph.looked_at(config, profile, gauge)
     if not graph.changed:
         return watch.usual
-    gauge.compiled(graph.plan)
+    graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
     watched.clock = None if graph.known.step else clock_of(graph.devices)
     return monitor.watches((graph.code, graph.trained), watched)

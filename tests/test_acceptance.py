@@ -12,6 +12,7 @@ from samples_models import Busy
 from torch import nn
 
 import hot_compile
+from hot_compile import backend
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing import acceptance, eager
@@ -283,6 +284,21 @@ def test_switched_off(value, kept):
     got = train_critic(step, model, x)
     assert not kept.exists()
     assert max(errors(got, train_critic(model, model, x, 1)).values()) > 0.5
+
+
+@pytest.mark.parametrize("room", [0.0, 2**40])
+def test_a_repair_asks_whether_it_fits(room, monkeypatch, caplog):
+    """Where tensors alone are to blame; else nothing is compiled, and that is said once."""
+    monkeypatch.setattr(backend, "room", lambda devices: room)
+    reports, (model, x) = Reports(), bad_net()
+    want = train_critic(model, model, x, 1)
+    torch._dynamo.reset()
+    step = compiled(model, reports, include=["nothing"], memory="all")
+    worst = max(errors(train_critic(step, model, x, 9), want).values())
+    said = [r for r in caplog.records if "less exact than wanted" in r.getMessage()]
+    assert (len(reports.graphs) == 1) == bool(said) == (room == 0)
+    assert len(said) < 2
+    assert (worst > 0.25) == (room == 0)
 
 
 def test_remembered_repairs_without_looks(kept):

@@ -181,19 +181,23 @@ class Acceptance(Monitor):
 
     def repair(
         self, step: int, found: Qualities, stored: Mapping[str, Stored], gauge: Gauge
-    ) -> None:
+    ) -> bool:
         """As a monitor does; the first process of a job decides for all."""
         before = [dict(part) for part in self._parts()]
-        super().repair(step, found, stored, gauge)
-        path, number = gauge.path, gauge.repairs + 1
-        if path is None:
-            return
+        changed, path, number = (
+            super().repair(step, found, stored, gauge),
+            gauge.path,
+            gauge.repairs + 1,
+        )
+        if path is None or not changed:
+            return changed
         mine = dataclasses.replace(self._known[path], settled=False)
         names = ("demoted", "raised", "stored")
         for name, old, now in zip(names, before, self._parts(), strict=True):
             new = {key: why for key, why in now.items() if old.get(key) != why}
             setattr(mine, name, {**getattr(mine, name), **new})
         self._keep(path, _agreed(path, number, mine) or mine)
+        return True
 
     def follows(self, gauge: Gauge, forwards: int) -> bool:
         """Another process of the job has repaired this graph: do the same."""

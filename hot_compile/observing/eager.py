@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -170,6 +171,12 @@ def _keep(found: dict[str, Tensor], name: str | None, leaf: Tensor) -> None:
 def _risen(device: int) -> int:
     """Bytes by which a GPU's memory was higher than it is now."""
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+def room(devices: Sequence[torch.device]) -> float:
+    """Bytes that no tensor has where steps' memory is highest; of a CPU nobody counts them."""
+    numbers = [d.index or 0 for d in devices if d.type == "cuda"]
+    return min((float(_unused(n) - _risen(n)) for n in numbers), default=math.inf)
 
 
 def _unused(device: int) -> int:

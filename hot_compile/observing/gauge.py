@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -32,6 +32,7 @@ from hot_compile.passes.measure.linear import (
 from hot_compile.passes.measure.observe import Layer, Observer
 from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.plan import Plan
+from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.step_time import StepTime
 
 log = logging.getLogger("hot_compile")
@@ -83,6 +84,12 @@ class Gauge(Observer):
         """Of this graph so far, by this process."""
         self.settled = False
         """Its first looks, perhaps in an earlier process, found nothing."""
+        self.room: Callable[[], float] = lambda: math.inf
+        """Bytes of its devices that are free where a step's memory is highest."""
+        self.exact_more = 0
+        """Bytes that it takes more if all that it stores is stored exactly."""
+        self.stuck = False
+        """No repair fits into the memory."""
         self.shortage = ""
         """Why there was no memory for the last look; empty if there was."""
         self._weights = frozenset(weights)
@@ -96,8 +103,10 @@ class Gauge(Observer):
         self._uncertain: dict[str, Tensor] = {}
         self._told: list[tuple[Fed, dict[str, Tensor]]] = []
 
-    def compiled(self, plan: Plan) -> None:
-        """Keep what was done to the graph."""
+    def compiled(self, plan: Plan, crossing: Iterable[Crossing], room: Callable[[], float]) -> None:
+        """Keep what was done to the graph, and what of the devices' memory steps leave."""
+        self.exact_more = sum(c.bytes_before - c.bytes for c in crossing)
+        self.room = room
         self.planned(plan.decisions)
         self.heads = tuple(head.name for head in plan.heads if head.int8)
         self.step = plan.step
@@ -289,8 +298,7 @@ class Watched:
         elif self._left and gauge.shortage:
             self._left = 0
             if gauge.wants_stored and not gauge.repaired:  # a fault that nothing can be told of
-                self._monitor.repair(self._calls, {}, {}, gauge)
-                self._repaired()
+                self._repair({}, {})
         self._timed()
 
     def _timed(self) -> None:
@@ -315,12 +323,19 @@ class Watched:
             gauge.attempts, gauge.wants_stored = 0, False
             monitor.settles(gauge)
         elif gauge.wants_stored:
-            monitor.repair(step, found, stored, gauge)
-            self._repaired()
-        else:
+            self._repair(found, stored)
+        elif not gauge.stuck:
             gauge.wants_stored, self._left = True, _FORWARDS
         if not gauge.wants_stored and monitor.settled():
             log.warning("hot: %s", certificate(monitor))
+
+    def _repair(self, found: Qualities, stored: Mapping[str, Stored]) -> None:
+        gauge = self.gauge
+        gauge.wants_stored = False
+        if self._monitor.repair(self._calls, found, stored, gauge):
+            self._repaired()
+        else:
+            gauge.stuck = True
 
     def _repaired(self) -> None:
         """The next forward compiles the graph anew."""

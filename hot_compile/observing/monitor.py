@@ -27,6 +27,7 @@ from hot_compile.errors import OptionError
 from hot_compile.observing.evidence import Spread
 from hot_compile.observing.raising import (
     Stored,
+    affordable,
     amplification,
     bits_by_tensor,
     exact_products,
@@ -219,8 +220,11 @@ class Monitor:
 
     def repair(
         self, step: int, found: Qualities, stored: Mapping[str, Stored], gauge: Gauge
-    ) -> None:
+    ) -> bool:
         """Change how the graph is to be compiled, in all that is to blame for its faults at once.
+
+        What takes more memory is done as far as there is memory left at a step's peak. False:
+        nothing changes.
 
         Args:
             step, found, stored: as for :meth:`report`; of every layer and tensor.
@@ -237,9 +241,11 @@ class Monitor:
             parts = 1.0 if unknown else _share(whole.worst, found, stored, times)
             share = parts * 0.5**gauge.attempts
             new = self._demote(step, found, share, times)
-            if self._raise(stored, self.budget * share, why, times) or new:
-                return
-        self._refine(gauge, why)
+            wanted = raised_bits(stored, self.budget * share, self.raised, times)
+            raised = self._raise(wanted, stored, why, gauge.room())
+            if wanted or new:
+                return raised or new
+        return self._refine(gauge, why)
 
     def _own(
         self, found: Qualities, share: float, times: float = 1.0
@@ -266,27 +272,35 @@ class Monitor:
         _warn("stays exact", {name: self.demoted[name] for name in new})
         return bool(new)
 
-    def _raise(self, stored: Mapping[str, Stored], budget: float, why: str, times: float) -> bool:
-        """Give tensors more bits whose storing takes more than its share of ``budget``."""
-        new = raised_bits(stored, budget, self.raised, times)
+    def _raise(
+        self, wanted: Mapping[str, str], stored: Mapping[str, Stored], why: str, room: float
+    ) -> bool:
+        """Give tensors the bits that are wanted, as far as there is room."""
+        new = affordable(wanted, stored, room)
         for name, text in new.items():
             self.raised[name] = f"{text}; {why}"
         _warn("is stored more finely", {name: self.raised[name] for name in new})
+        if len(new) < len(wanted):
+            _too_little(f"{len(wanted) - len(new)} tensors are not stored more finely", room)
         return bool(new)
 
-    def _refine(self, gauge: Gauge, why: str) -> None:
+    def _refine(self, gauge: Gauge, why: str) -> bool:
         """Nobody alone is to blame: its head, then the next rung towards exact for the graph."""
         heads = dict.fromkeys((name for name in gauge.heads if name not in self.demoted), why)
         if heads:
             self.demoted.update(heads)
             _warn("stays exact", heads)
-            return
+            return True
         changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
-        rung = next(changes, _LAST)
+        rung, room = next(changes, _LAST), gauge.room()
+        if gauge.exact_more > room:
+            _too_little(f"activations of this graph are not stored {rung}", room)
+            return False
         self.stored.update(dict.fromkeys(gauge.names, f"{rung}: {why}"))
         if rung == _LAST:
             self.demoted.update(dict.fromkeys(gauge.layers, why))
         log.warning("hot: activations of this graph are stored %s from now on: %s", rung, why)
+        return True
 
     def _exact(self, gauge: Gauge) -> bool:
         """All of a graph is exact by now."""
@@ -379,6 +393,15 @@ def _warn(what: str, reasons: Mapping[str, str]) -> None:
     if len(reasons) > _NAMED:
         more = len(reasons) - _NAMED
         log.warning("hot: and so it is with %d more, which the monitor lists", more)
+
+
+def _too_little(what: str, room: float) -> None:
+    """A repair would take more memory than there is."""
+    log.warning(
+        "hot: gradients stay less exact than wanted: %s, since a step leaves %.0f MiB at its peak. "
+        "A smaller batch, or option memory_override for some of them, makes room.",
+        what, max(0.0, room) / 2**20,
+    )  # fmt: skip
 
 
 def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:

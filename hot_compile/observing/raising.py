@@ -63,6 +63,18 @@ class Stored:
         best = min(finer, key=lambda s: (sizes[s], -s.spec.bits), default=Scheme.EXACT)
         return in_words(best) if sizes.get(best, math.inf) > least else None
 
+    def more(self, text: str) -> float:
+        """Bytes that it takes more if it is stored as a text of :func:`raised_bits` says.
+
+        Exact it takes 32 bits a value, at most.
+        """
+        asked, now, bits = (
+            asked_in(text),
+            self.held.get(self.scheme, 0),
+            Scheme(self.scheme).spec.bits,
+        )
+        return (now * 32 / bits if asked == UNCOMPRESSED else self._size(asked)) - now
+
     def _size(self, asked: int | str) -> float:
         """Bytes of what option ``memory_override`` asks for so; bits where they are not known."""
         alike = {s for s in map(Scheme, self.errors) if asked_in(in_words(s)) == asked}
@@ -100,6 +112,22 @@ def raised_bits(
             offer, lost = tensor.offer(budget, known.get(name)), measured.errors[tensor.scheme]
             if offer is not None:
                 found[name] = f"{offer}: error {errors_of(lost)} as {tensor.scheme}"
+    return found
+
+
+def affordable(
+    wanted: Mapping[str, str], seen: Mapping[str, Stored], room: float
+) -> dict[str, str]:
+    """Those of ``wanted`` that fit into so many bytes together; what loses most comes first.
+
+    Args:
+        wanted: as :func:`raised_bits` has it. seen: the tensors by name.
+    """
+    found = {}
+    for name in sorted(wanted, key=lambda name: seen[name].lost, reverse=True):
+        more = max(0.0, seen[name].more(wanted[name]))
+        if more <= room:
+            found[name], room = wanted[name], room - more
     return found
 
 
