@@ -304,7 +304,11 @@ def examine(case: Case, lower: bool = False) -> Verdict:
         NotBuilt: the case does not run in eager mode.
     """
     built = build(case)
-    exact = exact_step(built, case, lower)
+    try:
+        exact = exact_step(built, case, lower)
+    except Exception as error:
+        cause = error.__cause__ or error
+        return Verdict([], 0.0, {"inductor fails": Counter([str(cause)[:300]])})
     try:
         got, reports, warnings = hot_step(built, case, lower)
     except Exception as error:
