@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from hot_compile import Monitor, cli, set_step
+from hot_compile import Monitor, set_step
 from hot_compile.backend import hot
-from hot_compile.cli import app
+from hot_compile.cli import app, doctor
 from hot_compile.config import Strategy, option_names
 from hot_compile.errors import BuildError, OptionError, OptionWarning, ProfileFormatError
 from hot_compile.inspect import Explanation, explain
@@ -328,17 +328,17 @@ def test_markup_in_modules_is_shown_as_it_is():
 @pytest.mark.parametrize(("gpu", "said"), [(False, "torch finds no GPU"), (True, "missing")])
 def test_doctor_misses_what_a_gpu_needs_only_where_there_is_one(gpu, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(cli, "tried", lambda kind: "")
-    found = cli.status
+    monkeypatch.setattr(doctor, "tried", lambda kind: "")
+    found = doctor.status
     nothing = Provider("cuda", False, "no nvcc")
-    monkeypatch.setattr(cli, "status", lambda kind: nothing if kind == "cuda" else found(kind))
+    monkeypatch.setattr(doctor, "status", lambda kind: nothing if kind == "cuda" else found(kind))
     told = CliRunner().invoke(app, ["doctor"]).output
     assert said in told
     assert ("missing" in told) is gpu
 
 
 def test_doctor_and_build_show_paths_as_they_are(monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "tried", lambda kind: "")
+    monkeypatch.setattr(doctor, "tried", lambda kind: "")
     monkeypatch.setenv("CXX", "g++ '[/red]")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "[/red]"))
     done = CliRunner().invoke(app, ["doctor"])
