@@ -36,8 +36,8 @@ _TINY = 2.0**-116
 """The least absmax of a row that its scale is taken from, so that no reciprocal overflows."""
 SAMPLED = 1024
 """Rows of x, evenly spaced, that show which of its columns are large."""
-_OCTAVES = 16.0
-"""Columns smaller than the largest by more powers of two are as good as these."""
+_OCTAVES = 8.0
+"""Columns larger than the usual one by more powers of two are made smaller as by so many."""
 _ONE = 127 << 23
 _MOST_EVENED = 24576
 """Columns that ``quantize_rows`` takes factors for on a GPU."""
@@ -69,9 +69,9 @@ def int8_product(
     """x W^T [L, O] of ``dtype`` from integers: a scale per row of x and per output of W.
 
     Rounded to nearest. ``form.rotated`` spreads an outlier of one channel over 16 (HT16, which
-    cancels in the product: docs/adr/0018), after large columns of x were made smaller, and those
-    of W larger (``_evened``). A row of x with inf or NaN gives a row without a finite
-    value, an output of W with one a column.
+    cancels in the product: docs/adr/0018), after large columns of x were made smaller, and those of
+    W larger (``_evened``). A row of x with inf or NaN gives a row without a finite value, an output
+    of W with one a column.
 
     Args:
         x: [L, I]. weight: [O, I], or [I, O] with ``form.weight_is_io``.
@@ -107,18 +107,20 @@ def _rotated_rows(x: Tensor, factors: Tensor | None) -> Rows:
 def _evened(x: Tensor) -> tuple[Tensor, Tensor]:
     """(of x, of W): fp32 powers of two [I] for their columns, which cancel in the product.
 
-    What x's columns differ by, each by its largest sampled value, is shared between x and W, half
-    of its exponent each. Logarithms are the bits of floats and nothing is rounded on the way, so
-    that a checkpointed region computes the same again, whatever order maxima are taken in.
+    By what a column's largest sampled value is above the columns' geometric mean, x's is made
+    smaller and W's larger, half of the exponent each; other columns stay as they are. Logarithms
+    are the bits of floats, and sums are of integers, so that a checkpointed region computes the
+    same again, in whatever order.
     """
     step = max(1, hint(x.shape[0]) // SAMPLED)
     some = aten.slice.Tensor(x, 0, 0, sys.maxsize, step)
     some = aten.abs.default(prims.convert_element_type.default(some, torch.float32))
-    bits = aten.view.dtype(some, torch.int32)
-    bits = prims.convert_element_type.default(aten.amax.default(bits, [0]), torch.float32)
-    log = aten.mul.Tensor(bits, 1 / (1 << 23))
-    beside = aten.sub.Tensor(log, aten.amax.default(log, [0]))  # 0 for the largest
-    root = aten.mul.Tensor(aten.clamp_min.default(aten.add.Tensor(beside, _OCTAVES), 0.0), 0.5)
+    largest = aten.amax.default(aten.view.dtype(some, torch.int32), [0])
+    total = aten.sum.dim_IntList(largest, [0], dtype=torch.int64)
+    log, total = (prims.convert_element_type.default(n, torch.float32) for n in (largest, total))
+    above = aten.sub.Tensor(log, aten.mul.Tensor(total, 1 / hint(x.shape[1])))
+    above = aten.clamp_max.default(aten.clamp_min.default(above, 0.0), _OCTAVES * 2**23)
+    root = aten.mul.Tensor(above, 2.0**-24)
     octaves = prims.convert_element_type.default(aten.round.default(root), torch.int32)
     less, more = (aten.mul.Tensor(octaves, way << 23) for way in (-1, 1))
     less, more = (aten.add.Tensor(bits, _ONE) for bits in (less, more))

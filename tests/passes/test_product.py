@@ -124,12 +124,13 @@ def test_an_outlying_channel_is_spread_over_sixteen(channel):
 def test_large_columns_are_made_smaller_by_half_their_exponent():
     torch.manual_seed(0)
     x = torch.ones(2100, 64)
-    x[:, 5:9] = torch.tensor([2.0**-4, 2.0**12, 2.0**-30, 0])
+    x[:, 5:9] = torch.tensor([2.0**-6, 2.0**6, 2.0**12, 2.0**-12])
     less, more = evened(x)
-    assert less[4:9].tolist() == [2.0**-2, 1, 2.0**-8, 1, 1], "from 16 octaves below on all alike"
+    assert less[4:9].tolist() == [1, 1, 2.0**-3, 2.0**-4, 1], "by 8 octaves at most"
     assert torch.equal(less * more, torch.ones(64))
     assert torch.equal(evened(x[:3])[0], less), "fewer rows than are sampled"
-    assert set(evened(torch.zeros(3, 64))[0].tolist()) == {2.0**-8}
+    for alike in (torch.zeros(3, 64), torch.ones(3, 64), torch.randn(2000, 64)):
+        assert evened(alike)[0].eq(1).all(), "no outliers: as they are"
     x[2, 5] = float("inf")
     assert evened(x)[0].isfinite().all()
 
