@@ -150,6 +150,33 @@ def test_findings_that_cannot_be_read_are_none(tmp_path, text):
     assert Findings.load(path) == Findings.load(tmp_path / "none") == Findings()
 
 
+def test_data_that_wander_off_are_seen_by_the_next_look():
+    """Rows get a common part, which cancels in the gradient, after looks have become seldom."""
+    torch.manual_seed(0)
+    model, rows = (
+        nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)),
+        torch.randn(256, 64),
+    )
+    reports = Reports()
+    step = compiled(model, reports)
+
+    def train(f, apart):
+        model.zero_grad()
+        y = f(rows + apart)
+        (y - y.mean(0)).pow(3).mean().backward()
+        return gradients(model)
+
+    for _ in range(64):
+        train(step, 0.0)
+    assert len(reports.graphs) == 1
+    for number in range(65, 516):
+        got = train(step, 60.0)
+        if number in (511, 515):
+            worst = max(errors(got, train(model, 60.0)).values())
+            assert (worst > 0.25) == (number == 511), worst
+    assert len(reports.graphs) == 2
+
+
 def test_findings_that_cannot_be_kept_cost_nothing(tmp_path):
     (tmp_path / "file").touch()
     Findings(demoted={"a": "why"}).save(tmp_path / "file" / "f.json")
