@@ -128,7 +128,7 @@ class _Drawing(TorchDispatchMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _dropout(self, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        """By numbers that are not rounded to halves: in a kernel they never are, p is a CPU's."""
+        """In a kernel its numbers are not rounded to halves; on a CPU p is."""
         least = float(torch.tensor(p, dtype=x.dtype)) if x.device.type == "cpu" else p
         with self:
             mask = torch.rand_like(x, dtype=torch.float32) > least
@@ -146,4 +146,4 @@ def _of_seed(mode: str) -> Callable[[Tensor, int], Tensor]:
     def numbers(seed: Tensor, count: int) -> Tensor:
         return inductor_prims.random([count], seed, mode)
 
-    return torch.compile(numbers, dynamic=True, fullgraph=True)
+    return torch.compile(numbers, backend="inductor", dynamic=True, fullgraph=True)

@@ -141,10 +141,10 @@ class Doubled:
     ) -> None:
         """``thorough``: the first that runs counts. ``guesses``: the other one may be mistaken in
         what random numbers a step draws; then it is not asked again."""
-        self._quick: Eager | None = quick
+        self._quick = quick
         self._thorough = list(thorough)
         self._observer = observer
-        self._guesses = guesses
+        self._guesses, self._mistaken = guesses, False
         self.mutated = quick.mutated
 
     def code(self, args: Sequence[Any]) -> Exact | None:
@@ -155,18 +155,21 @@ class Doubled:
         self, step: Again, tangents: Mapping[int, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As :class:`Exact` has it."""
-        if self._quick is None:
+        wants_stored = self._observer.wants_stored
+        if self._mistaken:
+            if not wants_stored:
+                self._quick.in_one_piece(step.args)
             return self._surely(step, tangents)
         deviation, other = self._quick.gradients(step, tangents)
-        mistaken = self._guesses and float(deviation) >= SAME
-        if not (mistaken or self._observer.wants_stored):
+        self._mistaken = self._guesses and float(deviation) >= SAME
+        if not (self._mistaken or wants_stored):
             return deviation, other
         with step.random.again():
             thorough, exact = self._surely(step, tangents)
         differences = {name: other[name] - exact[name] for name in other.keys() & exact.keys()}
-        if mistaken or (self._guesses and _median(differences, exact) > _OTHERS):
+        self._mistaken |= self._guesses and _median(differences, exact) > _OTHERS
+        if self._mistaken:
             log.debug("hot: an exact twin drew other random numbers than its step")
-            self._quick = None
             return thorough, exact
         for name, difference in differences.items():
             self._observer.uncertain(name, difference)
