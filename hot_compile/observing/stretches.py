@@ -225,7 +225,7 @@ def find_head(sizes: Sizes, least: int) -> Head | None:
         weights = [_value(n) for n in node.all_input_nodes[1:]]
         trained = any(w is not None and w.requires_grad for w in weights)
         each = (10 if size == 2 else 8) * trained  # g_w in fp32, that scaled, the weight in halves
-        return Head(nodes, small + chunk + each * outputs * inputs)
+        return Head(nodes, int(_MARGIN * (small + chunk)) + each * outputs * inputs)
     return None
 
 
