@@ -1,4 +1,4 @@
-"""What a step of many small layers takes the host, by stock and by hot; and one layer's calls.
+"""What a step of many small layers takes the host, by stock Inductor and by hot.
 
     python benchmarks/host.py --device cpu --depth 4
     python benchmarks/host.py --device cuda --depth 12
@@ -19,19 +19,11 @@ import typer
 from step import compile_for, synchronize
 from torch import Tensor, nn
 
-import hot_compile.backend  # noqa: F401  (registers the operators)
-from hot_compile.runtime.native import build
-
-CONFIGS = "exact,hot:min_gain=0:accept='off',hot:min_gain=0,hot:min_gain=0:memory=off"
+_PARTS = "", ":accept=off", ":memory=off", ":gathered=False"
+CONFIGS = ",".join(["exact", *(f"hot:min_gain=0{part}" for part in _PARTS)])
 _ROWS, _WIDTH = 64, 64
 _WARM = 70
 """Steps before the first that is timed: the last look for long is behind them."""
-_LAYER = (
-    "%2 %3 %4 %5 _ = hot::quantize_grad(%0, 8, True, 0, 1, True, False); "
-    "%6 %7 _ = hot::quantize_columns(%1, 16, 1, 8, True, False, False); "
-    "%8 = hot::scaled_int_mm(%2, %6, %3, %7, None, None, float32); return %4 %5 %8"
-)
-"""g_x of a layer, and g_y for g_w, as ``passes/gather.py`` writes it."""
 
 
 class Block(nn.Module):
@@ -63,24 +55,6 @@ def _least(calls: Calls, device: torch.device, rounds: int) -> dict[str, float]:
     return found
 
 
-def _layer(device: torch.device) -> Calls:
-    """A layer's operators called in one, and one by one, each a hundred times."""
-    hot, (g, w) = torch.ops.hot, torch.randn(2, 16, 16, device=device)
-
-    def separate() -> None:
-        for _ in range(100):
-            rows = hot.quantize_grad.default(g, 8, True, 0, 1, True, False)
-            columns = hot.quantize_columns.default(w, 16, 1, 8, True, False, False)
-            given = rows[0], columns[0], rows[1], columns[1], None, None, torch.float32
-            hot.scaled_int_mm.default(*given)
-
-    def gathered() -> None:
-        for _ in range(100):
-            hot.layer_calls.default([g, w], [], _LAYER)
-
-    return {"one by one": separate, "gathered": gathered}
-
-
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
     depth: Annotated[int, typer.Option(help="blocks of two layers")] = 12,
@@ -90,10 +64,6 @@ def main(
     """Print host times in ms, and of stock's."""
     torch.manual_seed(0)
     where = torch.device(device)
-    build.load(device)
-    found = _least(_layer(where), where, rounds)
-    for name, seconds in found.items():
-        print(f"a layer's three operators, {name}: {seconds * 1e4:.1f} us")
     model = nn.Sequential(*(Block() for _ in range(depth))).to(where)
     x, steps = torch.randn(_ROWS, _WIDTH, device=where), Calls()
     for config in configs.split(","):
@@ -107,7 +77,7 @@ def main(
         for _ in range(_WARM):
             step()
         steps[config] = step
-    found |= _least(steps, where, rounds)
+    found = _least(steps, where, rounds)
     stock = found[configs.split(",")[0]]
     for name in steps:
         print(f"{name}: {found[name] * 1e3:.3f} ms, {found[name] / stock:.3f} of stock's")

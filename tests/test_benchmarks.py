@@ -81,6 +81,13 @@ def test_against_stock(program, tmp_path):
     assert drawing.stat().st_size > 1000
 
 
+def test_host(program, capsys):
+    configs = "exact,hot:min_gain=0"
+    found = program("host").main(device="cpu", depth=1, configs=configs, rounds=1)
+    assert list(found) == configs.split(",")
+    assert "exact: " in capsys.readouterr().out
+
+
 def test_step(program, tmp_path):
     file = tmp_path / "step.json"
     rows = program("step").main(
