@@ -335,9 +335,9 @@ def test_a_partitioner_without_uuid_is_never_cached(monkeypatch):
 
     seen, compile_fx = [], backend.compile_fx
 
-    def spy(*args, config_patches, **kwargs):
+    def spy(gm, inputs, inner_compile, config_patches):
         seen.append(config_patches)
-        return compile_fx(*args, config_patches=config_patches, **kwargs)
+        return compile_fx(gm, inputs, inner_compile, config_patches)
 
     monkeypatch.setattr(backend, "compile_fx", spy)
     layer = nn.Linear(64, 64)
