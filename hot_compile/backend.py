@@ -32,12 +32,11 @@ from .observing.collector import Collector
 from .observing.draws import drawn_alike, draws
 from .observing.eager import Eager, Heads, TooLarge, room
 from .observing.gauge import Gauge, Watched
-from .observing.logit_guard import LogitGuard
 from .observing.monitor import Monitor, monitor_of
 from .observing.step_clock import clock_of
 from .observing.stretches import without_logits
 from .observing.watching import Doubled, Twin, Watch
-from .passes.base.graph import graphs_of, module_path, readable
+from .passes.base.graph import module_path, readable
 from .passes.base.site import bytes_of
 from .passes.context import Context, Recorder
 from .passes.cost.devices import pricing
@@ -48,7 +47,6 @@ from .passes.measure.observe import Observation, Observer
 from .passes.pipeline import sources_hash
 from .passes.plan import Plan
 from .passes.profile.profile import Profile
-from .passes.storage.logit_errors import logits_of
 from .record import NO_PLAN, Dump, GraphReport, Heard, Held, Listener, run_uncompiled
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
@@ -213,13 +211,12 @@ class _Graph:
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         key = _identity(self, config, profile)
-        logits = logits_of(key) if self._compiles_again and _attends(self.gm) else None
         context = Context(
             config=config,
             inputs=self.inputs,
             pricing=self.prices,
             recorder=held,
-            identity=f"{key} {logits is not None and logits.error is not None}",
+            identity=key,
             profile=profile,
             observation=observation,
             asked=self.asked,
@@ -228,7 +225,6 @@ class _Graph:
             captured=self.captured,
             timed=self.known.step,
             known=self.known.summary,
-            logits_key="" if logits is None else key,
         )
         patches["joint_custom_pre_pass"] = joint = JointPass(context, existing_passes(patches))
         inner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
@@ -238,9 +234,7 @@ class _Graph:
         patches["custom_partitioner_fn"] = partitioner
         run: Any = compile_fx(self.gm, self.example_inputs, self.inner_compile, patches)
         held.tell()
-        if logits is None or observation:
-            return run
-        return LogitGuard(run, logits, self.code)
+        return run
 
     @property
     def devices(self) -> list[torch.device]:
@@ -472,11 +466,6 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
 def _runs_operators(graph: _Graph) -> bool:
     """Every device has a runtime: else nothing is rewritten, and there is nothing to choose."""
     return not any(isinstance(graph.prices(device), str) for device in graph.devices)
-
-
-def _attends(gm: fx.GraphModule) -> bool:
-    """Some operator of Dynamo's graph, or of a region of it, may be a fused attention."""
-    return any("attention" in str(node.target) for g in graphs_of(gm) for node in g.nodes)
 
 
 def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:

@@ -69,8 +69,6 @@ class Context:
     """How long a step takes, if that was measured."""
     known: str = ""
     """What earlier runs found and this one heeds, in words."""
-    logits_key: str = ""
-    """By which what is known of attention's logits is found; "": nobody watches them."""
 
     def rates(self, device: torch.device) -> Rates | None:
         """Of a device, the user's own laid over them; None: nothing can run there."""

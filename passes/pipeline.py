@@ -44,7 +44,6 @@ from hot_compile.passes.plan import Plan, Prices, plan
 from hot_compile.passes.profile.lqs import storage_verdict
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.advance import advance
-from hot_compile.passes.storage.channels_last import mark_channels_last
 from hot_compile.passes.storage.choose import (
     Asked,
     Within,
@@ -57,14 +56,13 @@ from hot_compile.passes.storage.copies import merge_copies
 from hot_compile.passes.storage.crossers import (
     Crosser,
     Judge,
+    base,
     crossers,
     saved_pairs,
 )
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
-from hot_compile.passes.storage.logit_errors import logits_of
-from hot_compile.passes.storage.logits import Pair, kept_exact, pairs, watch
-from hot_compile.passes.storage.materialise import materialise
-from hot_compile.passes.storage.pieces import work_out_in_pieces
+from hot_compile.passes.storage.layout import mark_channels_last
+from hot_compile.passes.storage.pieces import materialise, work_out_in_pieces
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.prices import (
     StoragePrice,
@@ -200,8 +198,6 @@ class Partitioned:
     backward: fx.GraphModule
     num_fwd_outputs: int
     found: list[Crosser] = dataclasses.field(default_factory=list)
-    attentions: list[Pair] = dataclasses.field(default_factory=list)
-    """What fused attentions read of ``found``."""
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     hosted: frozenset[Crosser] = frozenset()
     """What waits for the backward in host memory, as it is stored."""
@@ -246,7 +242,8 @@ class Partitioned:
     def judge(self) -> Judge:
         """What says of the graphs, as they are now, which tensors tolerate rounding."""
         config = self.context.config
-        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes)
+        seen = not self.context.captured
+        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes, seen)
 
 
 def _layouts(cut: Partitioned) -> int:
@@ -279,11 +276,7 @@ def _stored_for_sure(cut: Partitioned) -> bool:
 
 
 def _crossers(cut: Partitioned) -> int:
-    found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
-    cut.attentions = pairs(cut.backward.graph, found)
-    key = cut.context.logits_key
-    error = logits_of(key).error if key else None
-    cut.found = kept_exact(found, cut.attentions, error, bool(key))
+    cut.found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
     return len(cut.found)
 
 
@@ -305,6 +298,9 @@ def _plan_storage(cut: Partitioned) -> int:
             _within(cut, cut.fit, price, measured)
         cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
         cut.verdicts |= dict.fromkeys(cut.too_dear, TOO_DEAR)
+        alone = {base(c.saved) for c in cut.found if c.reason}
+        beside = [c for c in cut.found if base(c.saved) in alone and not c.reason]
+        cut.verdicts |= dict.fromkeys(beside, "shares memory with what stays exact")
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
         away = cut.context.host_prices(cut.found)
         for c in cut.hosted:
@@ -388,11 +384,6 @@ def _store(cut: Partitioned) -> int:
     return len(cut.stored)
 
 
-def _watch_logits(cut: Partitioned) -> int:
-    key = cut.context.logits_key
-    return watch(cut.forward.graph, cut.attentions, cut.stored, cut.hosted, key) if key else 0
-
-
 def _materialise(cut: Partitioned) -> int:
     return materialise(cut.backward.graph) if cut.stores else 0
 
@@ -452,7 +443,6 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
     Step("store", _store, changes=True),
-    Step("watch_logits", _watch_logits, changes=True),
     Step("materialise", _materialise, changes=True),
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),

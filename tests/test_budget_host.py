@@ -24,8 +24,7 @@ from hot_compile.memory import peak_bytes
 from hot_compile.page import page_data
 from hot_compile.passes import pipeline
 from hot_compile.passes.base.schemes import Scheme
-from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.layout import packed_bytes
+from hot_compile.passes.storage.layout import in_memory, packed_bytes
 from hot_compile.record import GraphReport, Reports, run_uncompiled
 from hot_compile.testing import cosine, sqnr
 

@@ -74,3 +74,31 @@ def test_every_convolution_is_rewritten_or_refused(trained, recipe, floor):
     for name, parameter in model.named_parameters():
         if exact[name].norm() > 1e-4 * whole:  # e.g. a bias before a norm: its gradient is zero
             assert cosine(parameter.grad, exact[name]) >= floor, name
+
+
+@pytest.mark.parametrize(("strategy", "exact"), [("gw-only", "input"), ("gx-only", "weight")])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.Conv2d(8, 8, 2, stride=3, dilation=2),
+        nn.ConvTranspose2d(8, 16, 3, stride=2, padding=1),
+    ],
+    ids=lambda layer: type(layer).__name__ + str(layer.stride[0]),
+)
+def test_of_one_integer_product_the_other_gradient_is_exact(layer, strategy, exact):
+    """As a repair leaves it: of as many inputs as outputs, too, where shapes tell no mistake."""
+    torch.manual_seed(0)
+    layer, x = copy.deepcopy(layer), torch.randn(4, 8, 12, 9, requires_grad=True)
+    weight = torch.randn_like(layer(x))
+    (layer(x) * weight).sum().backward()
+    want = {"input": x.grad.clone(), "weight": layer.weight.grad.clone()}
+    x.grad = layer.weight.grad = None
+    options = {"override": {"*": strategy}, "min_gain": 0, "memory": "off"}
+    net = nn.Sequential(layer)
+    _, (report,) = hot_step(lambda x: (net(x) * weight).sum(), x, options=options)
+    assert [str(d.strategy) for d in report.plan.rewritten] == [strategy]
+    got = {"input": x.grad, "weight": layer.weight.grad}
+    torch.testing.assert_close(got[exact], want[exact], rtol=1e-4, atol=1e-4)
+    assert min(cosine(got[name], want[name]) for name in want) > 0.99

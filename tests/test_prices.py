@@ -24,10 +24,9 @@ from hot_compile.passes.cost import devices, tuned
 from hot_compile.passes.cost.devices import RATES, rates_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.plan import Plan
-from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.choose import plan_storage, worth_it
 from hot_compile.passes.storage.crossers import Crosser
-from hot_compile.passes.storage.layout import packed_bytes
+from hot_compile.passes.storage.layout import in_memory, packed_bytes
 from hot_compile.passes.storage.prices import rows_seconds, storing_seconds
 from hot_compile.planning import predict
 

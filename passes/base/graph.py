@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.operators import TRANSPOSES
+from hot_compile.passes.base.operators import TRANSPOSES, VIEWS
 
 aten = torch.ops.aten
 
@@ -110,6 +110,21 @@ def made_of_tangents(graph: fx.Graph) -> set[fx.Node]:
 def made_of(node: fx.Node) -> set[fx.Node]:
     """``node`` and everything that it is computed from."""
     return walk([node], lambda made: made.all_input_nodes)
+
+
+def makes_bool(node: fx.Node) -> bool:
+    """``node`` computes a mask."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
+def through_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Readers of ``node``, seen through views."""
+    for user in node.users:
+        if user.target in VIEWS:
+            yield from through_views(user)
+        else:
+            yield user
 
 
 def settle(graph: fx.Graph, places: Mapping[fx.Node, int]) -> None:

@@ -127,6 +127,37 @@ BOUNDED = {
 """Their results are of about the same size whatever they are given."""
 
 
+SATURATED = {aten.tanh.default, aten.sigmoid.default, aten.erf.default}
+"""Their slopes are worked out of their results, and are what these lack of their ends."""
+GENTLE = {
+    *(ADDITIVE | SCALED),
+    aten.neg.default,
+    aten.abs.default,
+    aten.sgn.default,
+    aten.sign.default,
+    aten.relu.default,
+    aten.leaky_relu.default,
+    aten.sigmoid.default,
+    aten.tanh.default,
+    aten.erf.default,
+    aten.gelu.default,
+    aten.silu.default,
+    aten.addcmul.default,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.where.self,
+    aten.logical_not.default,
+    aten.logical_and.default,
+    aten.logical_or.default,
+    *FUSED,
+}
+"""No pole, no jump in a value, no slope above about one: a small change of an operand is a small
+one of the result."""
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """Its operator works element by element."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -20,15 +20,8 @@ class Unit(str, Enum):
     """The innermost dimension; of a channels-last image the channels of one position."""
     CHANNEL = "channel"
     """Everything at one index of dimension 1. Stored as the distance from the channel's mean."""
-    CENTRED_ROW = "centred row"
-    """The innermost dimension, stored as the distance from the mean of each of its indices."""
     GROUP = "group"
     """Up to 128 elements side by side in memory."""
-
-    @property
-    def centred(self) -> bool:
-        """Values are coded by their distance from a mean."""
-        return self in (Unit.CHANNEL, Unit.CENTRED_ROW)
 
 
 class Kind(str, Enum):
@@ -37,7 +30,7 @@ class Kind(str, Enum):
     RELATIVE = "relative"
     """The tensor: of a layer's product, of an activation's slope."""
     COMMON = "common"
-    """What rows do not have in common: no norm bounds that, and it may be most of them."""
+    """Likewise, and no norm bounds it: what rows have in common may be most of them."""
     CHANNEL = "channel"
     """What is left of a channel without its mean: a batch norm's."""
     ABSOLUTE = "absolute"
@@ -62,11 +55,6 @@ class Scheme(str, Enum):
     CHANNELS8 = "channels8"
     """8-bit codes of the distance from the channel's mean; scale and mean in fp32."""
     CHANNELS8_MASK = "channels8_mask"
-    """The same in seven bits beside a mask."""
-    CENTRED8 = "centred8"
-    """8-bit codes of the distance from the column's mean, a bf16 scale a row; the mean in fp32. For
-    what no norm bounds, whose rows may have more in common than tells them apart."""
-    CENTRED8_MASK = "centred8_mask"
     """The same in seven bits beside a mask."""
     GROUPS12 = "groups12"
     """12 uniform bits, two pieces of a group in planes of 16 and 8 bits, a bf16 scale a group: for
@@ -109,7 +97,6 @@ _MASKED = {
     Scheme.ROWS8: Scheme.ROWS8_MASK,
     Scheme.GROUPS8: Scheme.GROUPS8_MASK,
     Scheme.CHANNELS8: Scheme.CHANNELS8_MASK,
-    Scheme.CENTRED8: Scheme.CENTRED8_MASK,
 }
 
 
@@ -135,7 +122,6 @@ class Spec:
 
 
 _RELATIVE = frozenset({Kind.RELATIVE})
-_COMMON = frozenset({Kind.COMMON})
 _CHANNEL = frozenset({Kind.CHANNEL, Kind.COMMON})
 _FLAT = frozenset({Kind.RELATIVE, Kind.COMMON})
 _ABSOLUTE = frozenset({Kind.ABSOLUTE})
@@ -143,14 +129,12 @@ _ABSOLUTE = frozenset({Kind.ABSOLUTE})
 SPECS: dict[Scheme, Spec] = {
     Scheme.EXACT: Spec(Unit.NONE, 0, 0, 0, 0.0),
     Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, meets=_ABSOLUTE),
-    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012, meets=_RELATIVE),
+    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012, meets=_FLAT),
     Scheme.ROWS8_MASK: Spec(Unit.ROW, 8, 2, 62, 0.024),
-    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011, meets=_RELATIVE),
+    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011, meets=_FLAT),
     Scheme.GROUPS8_MASK: Spec(Unit.GROUP, 8, 2, 62, 0.022),
     Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 126, 0.013, meets=_CHANNEL),
     Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 62, 0.026),
-    Scheme.CENTRED8: Spec(Unit.CENTRED_ROW, 8, 2, 126, 0.012, meets=_COMMON),
-    Scheme.CENTRED8_MASK: Spec(Unit.CENTRED_ROW, 8, 2, 62, 0.024),
     Scheme.GROUPS6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4, meets=_RELATIVE),
     Scheme.INT4: Spec(Unit.GROUP, 4, 4, 0, 0.1, pieces=2, meets=_FLAT),
     Scheme.AROUND12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, around=Scheme.GROUPS12),

@@ -17,8 +17,6 @@ from hot_compile.passes.head.softmax import Softmax
 
 hot = torch.ops.hot
 _KINDS = ("rows", "total", "columns")
-GRADIENTS = range(2, 5)
-"""Which results of ``hot::head_both`` are gradients."""
 
 
 def write_softmax(chunks: Chunks, softmax: Softmax, in_forward: bool, int8: bool) -> list[Swap]:

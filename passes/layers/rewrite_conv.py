@@ -167,11 +167,18 @@ class ConvStrategy:
         return channels_first(hot.conv_grad_weight.default(*args), like)
 
     def _exact_gx(self, g_y: Tensor, weight: Tensor) -> Tensor:
-        """g_x of a transposed convolution is a convolution."""
+        """g_x of a transposed convolution is a convolution, and the other way round."""
         conv = self.conv
         settings = (list(conv.stride), list(conv.padding), list(conv.dilation))
-        zeros = [0] * len(conv.kernel)
-        return aten.convolution.default(g_y, weight, None, *settings, False, zeros, 1)
+        missing = [0] * len(conv.kernel)  # positions at the end that no window reached
+        if not conv.transposed:
+            sizes = (conv.big_size, conv.small_size, conv.kernel, *settings)
+            missing = [
+                big - (small - 1) * stride + 2 * pad - dilation * (kernel - 1) - 1
+                for big, small, kernel, stride, pad, dilation in zip(*sizes, strict=True)
+            ]
+        args = (*settings, not conv.transposed, missing, 1)
+        return aten.convolution.default(g_y, weight, None, *args)
 
     def _exact_gw(self, g_y: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         settings = self.nodes.backward.args[3:10]

@@ -167,43 +167,25 @@ _LIVE: WeakValueDictionary[int, Observation] = WeakValueDictionary()
 """By number, because that is all a graph can hold; an entry lives as long as the compiled graph."""
 
 
-def _observe(
-    seen: Tensor, g: Tensor, weight: Tensor | None, x: Tensor | None, number: int, place: int
-) -> None:
-    observation = _LIVE.get(number)
-    if observation is not None:
-        observation.show(place, g, weight, x)
+def _teller(tell: Callable[..., None]) -> Callable[..., None]:
+    def told(seen: Tensor, *given: Any) -> None:
+        *operands, number, place = given
+        observation = _LIVE.get(number)
+        if observation is not None:
+            tell(observation, place, *operands)
 
-
-def _observe_gradient(seen: Tensor, gradient: Tensor, number: int, place: int) -> None:
-    observation = _LIVE.get(number)
-    if observation is not None:
-        observation.keep(place, gradient)
-
-
-def _observe_stored(seen: Tensor, operands: list[Tensor], number: int, place: int) -> None:
-    observation = _LIVE.get(number)
-    if observation is not None:
-        observation.show_stored(place, operands)
+    return told
 
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
-_LIBRARY.define(
-    "observe(Tensor(a!) seen, Tensor grad_output, Tensor? weight, Tensor? x, int observation,"
-    " int place) -> ()"
-)
-_LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")
-torch.library.register_fake("hot::observe", lambda *_: None, lib=_LIBRARY)
-_LIBRARY.define(
-    "observe_gradient(Tensor(a!) seen, Tensor gradient, int observation, int place) -> ()"
-)
-_LIBRARY.impl("observe_gradient", _observe_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("hot::observe_gradient", lambda *_: None, lib=_LIBRARY)
-_LIBRARY.define(
-    "observe_stored(Tensor(a!) seen, Tensor[] operands, int observation, int place) -> ()"
-)
-_LIBRARY.impl("observe_stored", _observe_stored, "CompositeExplicitAutograd")
-torch.library.register_fake("hot::observe_stored", lambda *_: None, lib=_LIBRARY)
+for _name, _given, _tell in (
+    ("observe", "Tensor grad_output, Tensor? weight, Tensor? x", Observation.show),
+    ("observe_gradient", "Tensor gradient", Observation.keep),
+    ("observe_stored", "Tensor[] operands", Observation.show_stored),
+):
+    _LIBRARY.define(f"{_name}(Tensor(a!) seen, {_given}, int observation, int place) -> ()")
+    _LIBRARY.impl(_name, _teller(_tell), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hot::{_name}", lambda *_: None, lib=_LIBRARY)
 
 
 def observe(

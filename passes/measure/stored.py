@@ -8,6 +8,7 @@ path ends at the first product with a gradient, where it joins another gradient,
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten, is_ours, made_of_tangents, module_path
+from hot_compile.passes.base.graph import aten, is_ours, made_of_tangents, makes_bool, module_path
 from hot_compile.passes.base.operators import (
     BATCHED_PRODUCTS,
     CASTS,
@@ -157,13 +158,13 @@ class _Part:
         if node.op == "output":
             self._end(n for n in node.all_input_nodes if n in self._live)
         elif node not in self._gradients:
-            if node.name in self._recomputed and not _is_bool(node):  # masks cross without loss
+            if node.name in self._recomputed and not makes_bool(node):  # masks cross without loss
                 self._follow(node)
         elif self._joins(node):
             self._end(n for n in node.all_input_nodes if n in self._live)
         else:
             self._follow(node)
-            product = node.args[0] if _is_getitem(node) else node
+            product = node.args[0] if node.target is operator.getitem else node
             if _is_product(product) and isinstance(node.meta.get("val"), Tensor):
                 self._end([node])
                 self._live.discard(node)
@@ -253,12 +254,3 @@ def _is_product(node: object) -> bool:
     attention = "attention" in name and "backward" in name
     ours = is_ours(node)
     return attention or ours or node.target in LAYER_PRODUCTS or node.target in BATCHED_PRODUCTS
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _is_bool(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype is torch.bool

@@ -257,7 +257,7 @@ def _keeps_eight_bits(crosser: Crosser, config: HotConfig, judged: bool) -> bool
 
 
 def _together(ladders: dict[Crosser, tuple[Scheme, ...]]) -> dict[Crosser, tuple[Scheme, ...]]:
-    """Of views of one storage none is stored if one is not: what was measured may differ."""
+    """Of views of one storage none is stored if one is not: that would keep all of it."""
     alone = {base(c.saved) for c, ladder in ladders.items() if len(ladder) == 1}
     return {c: steps[:1] if base(c.saved) in alone else steps for c, steps in ladders.items()}
 

@@ -1,12 +1,11 @@
 """Which tensors cross from forward to backward, and what each may be stored as. Read-only.
 
-A tensor whose readers are not all proven to tolerate rounding stays exact, with the reason as text.
+A tensor that some reader is not known to tolerate rounded stays exact, with the reason as text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Set
 
 import torch
@@ -25,20 +24,18 @@ from hot_compile.passes.base.graph import (
 from hot_compile.passes.base.operators import FLOATS, LAYER_PRODUCTS, REDUCTIONS, VIEWS
 from hot_compile.passes.base.schemes import Kind, Scheme
 from hot_compile.passes.base.site import bytes_of
-from hot_compile.passes.head.fused import GRADIENTS
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
-from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.layout import packed_bytes
-from hot_compile.passes.storage.normalised import is_normalised
-from hot_compile.passes.storage.offers import Need, bits_of_masks, offers
-from hot_compile.passes.storage.readers import Facts, Reading, facts, read
+from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
+from hot_compile.passes.storage.layout import in_memory, packed_bytes
+from hot_compile.passes.storage.offers import EXACT, Need, bits_of_masks, offers
+from hot_compile.passes.storage.readers import Reading, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""
-_EXACT = (Scheme.EXACT,)
 _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
-_KINDS = Kind.CHANNEL, Kind.ABSOLUTE, Kind.RELATIVE, Kind.COMMON
+_BEHIND = "meets a softmax behind more than a multiplication: no bound is known"
+_UNSEEN = "meets a softmax, and inside CUDA graphs nobody compares gradients"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Crosser:
     """What it may be stored as, finest first; only ``exact`` where ``reason`` says why."""
     reason: str = ""
     by_measure: tuple[Scheme, ...] = ()
-    """Others, for what was measured: finer, or not proven to be tolerated by its readers."""
+    """Others, for what was measured: finer, or around what samples have in common."""
     sample: Sample | None = None
     """Where it has the samples of a batch, if it has."""
     kind: Kind = Kind.RELATIVE
@@ -73,8 +70,6 @@ class Crosser:
     norm: bool = False
     """A norm's backward sums over its rows, or (of a region's boundary) no layer but an embedding
     made it: what the first block's gradients lose by fewer bits is ten times the others' loss."""
-    region: bool = False
-    """A checkpointed region is computed again from it, its softmaxes' sums, too."""
     masks: tuple[Mask, ...] = ()
     """Their outcome is worth its own bits: a rounded value may fall on the other side."""
     own_mask: Mask | None = None
@@ -108,6 +103,7 @@ class Judge:
         forward, backward: what the partitioner made.
         inputs: which of the forward's placeholders are parameters.
         smallest: tensors of fewer bytes are not worth a kernel.
+        seen: gradients may be compared with exact ones, and the graph compiled again.
     """
 
     def __init__(
@@ -116,15 +112,16 @@ class Judge:
         backward: fx.Graph,
         inputs: GraphInputs,
         smallest: int,
+        seen: bool = True,
     ) -> None:
-        self._smallest = smallest
+        self._smallest, self._seen = smallest, seen
         self._activations = _activations(forward, inputs)
         self._learned = closure(filter(_is_layer, forward.nodes))
         self._mixed = closure(n for n in forward.nodes if n.target in LAYER_PRODUCTS or is_ours(n))
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
-        made_by_heads = {node.name for node in self._activations if _is_of_head(node)}
-        self.facts: Facts = facts(backward, names, made_by_heads)
+        heads = {node.name for node in self._activations if is_packed(node)}
+        self.facts = facts(backward, names, heads)
 
     def __call__(
         self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()
@@ -135,7 +132,7 @@ class Judge:
         """
         why = self.unfit(saved)
         if why:
-            return Crosser(saved, restored, _EXACT, why)
+            return Crosser(saved, restored, EXACT, why)
         if saved.meta["val"].dtype is torch.bool:
             bits = bits_of_masks(saved)
             return Crosser(saved, restored, bits.schemes, bits.reason)
@@ -155,20 +152,30 @@ class Judge:
             kind=need.kind,
             feeds_product=reading.product,
             norm=saved not in self._mixed if reading.region else reading.rows,
-            region=reading.region,
             masks=() if offered.reason else tuple(mask for mask in masks if mask),
         )
 
     def _need(self, saved: fx.Node, reading: Reading) -> Need:
         """What ``saved``'s readers need of it."""
-        bounded = not reading.refusal and is_normalised(saved, self._activations)
-        if reading.refusal or (reading.fine and not bounded):
-            return Need(reason=reading.refusal or _UNBOUNDED)
+        if reading.refusal:
+            return Need(reason=reading.refusal)
         if reading.region and saved not in self._learned:
             return Need(reason="a mask or positions: no layer made it")
-        fits = reading.channel, reading.fine, bounded or reading.rows, True
-        kind = next(kind for kind, fit in zip(_KINDS, fits, strict=True) if fit)
-        return Need(kind, "", reading.rows, reading.convolution, reading.chain)
+        softmax = is_probability(saved)
+        bounded = softmax or is_normalised(saved, self._activations)
+        if reading.fine and not (bounded and reading.chain.plain and self._seen):
+            why = _BEHIND if bounded else _UNBOUNDED
+            return Need(reason=why if self._seen else _UNSEEN)
+        bends = not reading.chain.plain
+        steep = reading.chain.steep or (bends and is_saturated(saved))
+        kinds = (
+            (Kind.CHANNEL, reading.channel and not steep),
+            (Kind.ABSOLUTE, reading.fine or softmax or steep),
+            (Kind.RELATIVE, bounded or reading.rows),
+            (Kind.COMMON, True),
+        )
+        kind = next(kind for kind, fits in kinds if fits)
+        return Need(kind, "", reading.rows, reading.convolution)
 
     def unfit(self, saved: fx.Node) -> str:
         """Why ``saved`` is stored as it is, whoever reads it."""
@@ -184,7 +191,7 @@ class Judge:
         if saved.meta.get(UNCHECKED):
             return "kept by a custom autograd function"
         if value.dtype is not torch.bool and value.dtype not in FLOATS:
-            return f"not floating point: {_dtype(value)}"
+            return f"not floating point: {str(value.dtype).removeprefix('torch.')}"
         return ""
 
     def _in_forward(self, mask: fx.Node) -> Mask | None:
@@ -208,7 +215,7 @@ def crossers(
     """
     pairs = saved_pairs(forward, backward, num_fwd_outputs)
     found = [judge(saved, restored) for saved, restored in pairs]
-    return _own_masks(_whole_storages(found))
+    return _own_masks(found)
 
 
 def saved_pairs(
@@ -247,13 +254,6 @@ def _is_layer(node: fx.Node) -> bool:
     return node.target in LAYER_PRODUCTS or is_ours(node) or node.target is aten.embedding.default
 
 
-def _is_of_head(node: fx.Node) -> bool:
-    """A gradient that a head in chunks made in the forward."""
-    maker = node.args[0] if node.target is operator.getitem else None
-    made = isinstance(maker, fx.Node) and maker.target is torch.ops.hot.head_both.default
-    return made and node.args[1] in GRADIENTS
-
-
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
     """Nodes that depend on more than parameters; random masks count."""
     names = named_inputs(forward, inputs.parameters)
@@ -269,40 +269,10 @@ def _own_masks(found: list[Crosser]) -> list[Crosser]:
     for crosser in sorted(found, key=lambda c: c.saved, reverse=True):
         readers = set(crosser.restored.users)
         for mask in sorted(crosser.masks, key=lambda m: m.compared):
-            alike = _same_places(in_memory(mask.compared), in_memory(crosser.saved))
+            one, other = in_memory(mask.compared), in_memory(crosser.saved)
+            alike = one.shape == other.shape and one.stride() == other.stride()
             if mask.node in free and alike and readers != {mask.node}:  # else its bits are enough
                 owned[crosser.saved] = mask
                 free.discard(mask.node)
                 break
     return [dataclasses.replace(c, own_mask=owned.get(c.saved)) for c in found]
-
-
-def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride()
-
-
-def _dtype(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _whole_storages(found: list[Crosser]) -> list[Crosser]:
-    """Views of one storage are packed together or not at all: one of them would keep it alive.
-
-    Where all that stay exact could be packed if that was measured, so could the others.
-    """
-    exact: dict[fx.Node, list[Crosser]] = {}
-    for crosser in found:
-        if crosser.schemes == _EXACT:
-            exact.setdefault(base(crosser.saved), []).append(crosser)
-    return [_beside(c, exact.get(base(c.saved), [])) for c in found]
-
-
-def _beside(crosser: Crosser, exact: list[Crosser]) -> Crosser:
-    """``crosser``, of whose storage ``exact`` are views, too."""
-    hopeless = next((c for c in exact if not c.by_measure), None)
-    if not exact or (len(crosser.schemes) == 1 and hopeless is None):
-        return crosser
-    first = hopeless or exact[0]
-    why = crosser.reason if crosser in exact else f"shares memory with {first.name}, exact"
-    rest = () if hopeless else (*crosser.schemes[1:], *crosser.by_measure)
-    return dataclasses.replace(crosser, schemes=_EXACT, by_measure=rest, masks=(), reason=why)

@@ -3,25 +3,34 @@
 Rows and groups lie along memory, so that values, packed bytes and scales are read and written
 together. In a channels-last tensor groups lie along positions: what a convolution leaves differs in
 scale from channel to channel, so a group must not mix them.
+
+Where Inductor finds that convolutions gain by it, it gives their outputs, and what is made of them,
+a channels-last layout whatever their fake strides say. Packing has to follow (``in_memory``): else
+it would touch memory in steps of a whole position's channels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, is_ours, strip
+from hot_compile.passes.base.operators import VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.around import Sample, mean_bytes
 from hot_compile.runtime.planes import MASK_BITS
 
+log = logging.getLogger("hot_compile")
+
+_MARK = "hot_channels_last"
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
-_NARROWEST = 8
-MEAN_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +68,6 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
     image = _channels_last(value, order, run)
-    if unit is Unit.CENTRED_ROW:
-        return _centred_rows(value, order)
     if unit is Unit.CHANNEL:
         positions = (1, run // innermost, innermost) if image else ()
         return _by_channel(value, order, outer, positions)
@@ -86,9 +93,6 @@ def packed_bytes(value: Tensor, scheme: Scheme, sample: Sample = ()) -> int:
     elements = bytes_of(value) // value.dtype.itemsize
     if spec.unit is Unit.CHANNEL:
         sharing = hint(value.shape[CHANNEL_DIM])
-    elif spec.unit is Unit.CENTRED_ROW:
-        columns = hint(value.shape[-1])
-        return elements + elements // columns * spec.parameter_bytes + columns * MEAN_BYTES
     else:
         sharing = elements // layout.cut[1]
     return elements * spec.bits // 8 + sharing * spec.parameter_bytes
@@ -105,14 +109,6 @@ def _by_channel(
     place = order.index(CHANNEL_DIM)
     over = tuple(dim for dim in range(len(order)) if dim != place)
     return Layout(tuple(order), len(order), (), over)
-
-
-def _centred_rows(value: Tensor, order: list[int]) -> Layout | str:
-    """Rows share a scale, whichever dimension lies innermost in memory."""
-    columns = value.shape[-1]
-    if value.dim() == 1 or not isinstance(columns, int) or columns < _NARROWEST:
-        return f"no norm bounds it, and its rows of {columns} are too narrow to share a scale"
-    return Layout(tuple(order), len(order), (), (order.index(value.dim() - 1),))
 
 
 def _channels_last(value: Tensor, order: list[int], run: int) -> bool:
@@ -134,3 +130,42 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
             if length % group == 0 and group % pieces == 0:
                 return group
     return None
+
+
+def mark_channels_last(forward: fx.GraphModule) -> None:
+    """Note convolutions' outputs and the images made of them, if Inductor changes layouts here."""
+    try:
+        changes = GraphLowering.decide_layout_opt(forward, is_inference=False)
+    except Exception:  # not a stable interface; strides are then taken as they are
+        log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
+        return
+    for node in forward.graph.nodes if changes else ():
+        convolved = node.target is aten.convolution.default or _of_our_rows(node)
+        made = node.target not in VIEWS and any(_MARK in n.meta for n in node.all_input_nodes)
+        if (convolved or made) and _is_image(node):
+            node.meta[_MARK] = True
+
+
+def _of_our_rows(node: fx.Node) -> bool:
+    """A copy of an 8-bit convolution's result, which lies channels last: Inductor leaves it so."""
+    if node.target is not aten.clone.default:
+        return False
+    made = strip(node.args[0], VIEWS)  # type: ignore[arg-type]
+    biased = made.target is aten.add.Tensor
+    return is_ours(made) or (biased and any(map(is_ours, made.all_input_nodes)))
+
+
+def _is_image(node: fx.Node) -> bool:
+    """Inductor does it for images only, not for signals or volumes."""
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return isinstance(value, torch.Tensor) and value.dim() == IMAGE_DIMS
+
+
+def in_memory(node: fx.Node) -> torch.Tensor:
+    """The fake value of ``node`` with the strides that it will have once lowered."""
+    value = node.meta["val"]
+    if _MARK not in node.meta:
+        return value
+    with value.fake_mode:
+        return value.contiguous(memory_format=torch.channels_last)

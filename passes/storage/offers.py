@@ -13,9 +13,7 @@ from hot_compile.passes.base.graph import IMAGE_DIMS
 from hot_compile.passes.base.schemes import SPECS, Kind, Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.around import Sample
-from hot_compile.passes.storage.chain import Chain
-from hot_compile.passes.storage.channels_last import in_memory
-from hot_compile.passes.storage.layout import Layout, layout_of, packed_bytes
+from hot_compile.passes.storage.layout import Layout, in_memory, layout_of, packed_bytes
 
 EXACT = (Scheme.EXACT,)
 _EIGHT = 8
@@ -35,8 +33,6 @@ class Need:
     """A norm's backward sums over its rows."""
     convolution: bool = False
     """A convolution reads it, whatever its dimensions."""
-    chain: Chain | None = None
-    """What is recomputed from it: to be tried, unless that is multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,30 +61,24 @@ def offers(saved: fx.Node, need: Need, sample: Sample | None) -> Offers:
     """
     if need.reason:
         return Offers(reason=need.reason)
-    plain = need.chain is None or need.chain.plain
-    if need.kind is Kind.ABSOLUTE and not plain:
-        return Offers(reason="meets a softmax behind more than a multiplication: no bound is known")
     meeting = [s for s, spec in SPECS.items() if need.kind in spec.meets]
     suiting = [s for s in meeting if _suits(saved, need, s) and _is_smaller(saved, s)]
     problems = {s: p for s in suiting if isinstance(p := layout_of(in_memory(saved), s), str)}
     laid_out = [s for s in suiting if s not in problems]
     measured = _by_measure(saved, need, laid_out, sample)
     if not laid_out:
-        few = "meets a softmax, which wants 12 bits: too few less than it has"
+        few = "meets a softmax or a steep function, which want 12 bits: too few less than it has"
         return Offers(by_measure=measured, reason=next(reversed(problems.values()), few))
-    problem, kept = ("", laid_out) if plain else _tried(saved, need, laid_out)
-    if not kept:
-        return Offers(reason=problem)
-    return Offers((Scheme.EXACT, *kept), measured)
+    return Offers((Scheme.EXACT, *laid_out), measured)
 
 
 def _suits(saved: fx.Node, need: Need, scheme: Scheme) -> bool:
     """Of schemes of as many bits the one that costs least where it is."""
     if scheme.spec.bits != _EIGHT or need.kind is Kind.CHANNEL:
         return True
-    if need.kind is Kind.COMMON:
-        image = saved.meta["val"].dim() >= IMAGE_DIMS or need.convolution
-        return image is (scheme.spec.unit is Unit.CHANNEL)
+    image = saved.meta["val"].dim() >= IMAGE_DIMS or need.convolution
+    if need.kind is Kind.COMMON and (image or scheme.spec.unit is Unit.CHANNEL):
+        return image and scheme.spec.unit is Unit.CHANNEL
     return _along_rows(saved, need) is (scheme.spec.unit is Unit.ROW)
 
 
@@ -120,33 +110,3 @@ def _by_measure(
     value = in_memory(saved)
     laid_out = (s for s in found if isinstance(layout_of(value, s), Layout))
     return tuple(s for s in laid_out if packed_bytes(value, s, sample or ()) < bytes_of(value))
-
-
-def _tried(saved: fx.Node, need: Need, schemes: list[Scheme]) -> tuple[str, list[Scheme]]:
-    """(the last problem, those of ``schemes`` that what is recomputed from it tolerates).
-
-    If it does not tolerate the finest: one that is fine near zero, where functions bend, or uniform
-    where codes are coarse, as a tanh wants it, whose slope is 1 - t^2.
-    """
-    assert need.chain is not None
-    problem, kept = "", []
-    for scheme in schemes:
-        problem = need.chain.try_scheme(scheme, saved)
-        if problem:
-            break  # a coarser one would do worse
-        kept.append(scheme)
-    for scheme in _instead(saved, need) if not kept else ():
-        problem = need.chain.try_scheme(scheme, saved)
-        if not problem:
-            return "", [scheme]
-    return problem, kept
-
-
-def _instead(saved: fx.Node, need: Need) -> list[Scheme]:
-    common = need.kind is Kind.COMMON
-    if need.kind is not Kind.RELATIVE and not common:
-        return []
-    eight = Scheme.ROWS8 if _along_rows(saved, need) else Scheme.GROUPS8
-    every = (eight, Scheme.GROUPS12) if common else (Scheme.GROUPS12,)
-    laid_out = (s for s in every if isinstance(layout_of(in_memory(saved), s), Layout))
-    return [s for s in laid_out if _is_smaller(saved, s)]

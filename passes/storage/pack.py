@@ -7,7 +7,6 @@ one kernel that reads the tensor once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,7 +21,6 @@ from hot_compile.runtime import coding, planes, pointwise
 from hot_compile.runtime.planes import MASK_BITS, STEPS12, UPPER_HALF, WHOLE, WHOLE_WORD
 
 _TINY = 2.0**-120
-_MOST = 4.0
 _STEPS4 = 15
 _LEFT, _RIGHT = aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar
 
@@ -62,9 +60,8 @@ def pack(
         given = None if mean is None else _shaped(emit, emit.permute(mean, layout.order), layout)
         values, width, centre = _centred(emit, values, layout.over, given)
     else:
-        if unit is Unit.CENTRED_ROW:
-            values, centre = _less_column_means(emit, values, layout.over)
-        width = emit(aten.amax.default, _finite_size(emit, values), list(layout.over), True)
+        size = emit(torch.ops.hot.finite_size.default, values)
+        width = emit(aten.amax.default, size, list(layout.over), True)
     scale = _as_float(emit, _scale_word(emit, width))
     reciprocal = _reciprocal(emit, scale)
     levels, by_channel = scheme.spec.levels, unit is Unit.CHANNEL
@@ -98,31 +95,6 @@ def unpack_mask(emit: Emitter, packed: fx.Node, like: Tensor, scheme: Scheme) ->
     """The mask in the bytes that ``pack`` made by ``scheme`` of a tensor like ``like``."""
     mask = emit.cast(emit(aten.bitwise_and.Scalar, packed, 1), torch.bool)
     return _laid_out(emit, mask, packed, like, scheme)
-
-
-def totals(
-    emit: Emitter, x: fx.Node, parts: tuple[fx.Node, ...], scheme: Scheme, dim: int
-) -> fx.Node:
-    """What ``x`` will sum to along ``dim``, which is kept, when it is restored; fp32.
-
-    Where that is made of whole groups, by the kernel that packs them.
-    """
-    fake = x.meta["val"]
-    layout = layout_of(fake, scheme)
-    assert isinstance(layout, Layout), layout
-    length, (*_, innermost) = fake.shape[dim], layout.order
-    along = bool(layout.cut) and layout.cut[2] == 1 and innermost == dim
-    if scheme is not Scheme.GROUPS12 or not along or length % layout.cut[1]:
-        values = emit.cast(unpack(emit, parts, fake, scheme), torch.float32)
-        return emit(aten.sum.dim_IntList, values, [dim], True)
-    codes, scale = _codes(emit, x, layout, scheme)
-    numbers = (emit.cast(code, torch.float32) for code in codes)
-    sums = (emit(aten.sum.dim_IntList, number, [-2], True) for number in numbers)
-    shares = emit(aten.mul.Tensor, emit(aten.add.Tensor, *sums), 1 / STEPS12)
-    total = emit(aten.mul.Tensor, shares, scale)
-    shape = [emit.size(x, outer) for outer in layout.order[:-1]]
-    groups = emit(aten.view.default, total, [*shape, length // layout.cut[1]])
-    return emit(aten.sum.dim_IntList, emit.permute(groups, layout.inverse), [dim], True)
 
 
 def _cut(emit: Emitter, x: fx.Node, layout: Layout) -> fx.Node:
@@ -159,9 +131,8 @@ def _restore(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> fx.No
     if coder := _coder(scheme):
         _, restore = coder
         return restore(emit, parts, scheme)
-    code, scale, *centre = parts
-    values = _decode(emit, _without_mask(emit, code, scheme), scale, scheme.spec.levels)
-    return emit(aten.add.Tensor, values, centre[0]) if centre else values
+    code, scale = parts
+    return _decode(emit, _without_mask(emit, code, scheme), scale, scheme.spec.levels)
 
 
 def _restore_channels(
@@ -187,10 +158,6 @@ def _without_mask(emit: Emitter, code: fx.Node, scheme: Scheme) -> fx.Node:
         return code
     wide = emit.cast(code, torch.int32)
     return emit(aten.bitwise_right_shift.Tensor_Scalar, wide, 1)  # keeps the sign
-
-
-def _finite_size(emit: Emitter, values: fx.Node) -> fx.Node:
-    return emit(torch.ops.hot.finite_size.default, values)
 
 
 def _code(
@@ -254,28 +221,6 @@ def _in_order(emit: Emitter, bits: fx.Node) -> fx.Node:
     return emit(aten.bitwise_xor.Tensor, bits, emit(aten.bitwise_and.Scalar, sign, 0x7FFFFFFF))
 
 
-def _less_column_means(
-    emit: Emitter, values: fx.Node, rows: Sequence[int]
-) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(values less the mean over all dimensions but ``rows``, that mean).
-
-    A row many times as large as is usual counts as if it were ``_MOST`` times that, or it would
-    move the mean away from all others. Numbers that are not finite count as zero.
-    """
-    others = [dim for dim in range(values.meta["val"].dim()) if dim not in rows]
-    size = _finite_size(emit, values)
-    width = emit(aten.amax.default, size, list(rows), True)
-    root = emit(aten.mean.dim, emit(aten.sqrt.default, width), others, True)
-    most = emit(aten.mul.Tensor, emit(aten.mul.Tensor, root, root), _MOST)
-    share = emit(aten.div.Tensor, most, emit(aten.clamp_min.default, width, _TINY))
-    share = emit(aten.clamp_max.default, share, 1.0)
-    finite = emit(aten.lt.Scalar, emit(aten.abs.default, values), math.inf)
-    counted = emit(aten.where.self, finite, values, emit.constant(0.0, like=values))
-    counted = emit(aten.mul.Tensor, counted, share)
-    mean = _of_columns(emit, aten.mean.dim, counted, others)
-    return emit(aten.sub.Tensor, values, mean), (mean,)
-
-
 def _of_columns(emit: Emitter, kind: object, values: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``kind`` of ``values`` over ``dims``, which are kept, in memory; they are kept by a view.
 
@@ -301,20 +246,12 @@ def _pieces(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> list[f
 
 
 def _pack_planes(emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme) -> tuple[fx.Node, ...]:
-    codes, scale = _codes(emit, x, layout, scheme)
-    return *_planes(emit, codes, scheme), emit.shortened(scale)
-
-
-def _codes(
-    emit: Emitter, x: fx.Node, layout: Layout, scheme: Scheme
-) -> tuple[list[fx.Node], fx.Node]:
-    """(codes of each piece, int32; scales of the groups)."""
     pieces, levels = _pieces(emit, x, layout, scheme), scheme.spec.levels
     scale = _as_float(emit, _scale_word(emit, emit(torch.ops.hot.group_size.default, pieces)))
     step = scale if levels else emit(aten.mul.Tensor, scale, 1 / STEPS12)
     reciprocal = _reciprocal(emit, step)
-    coded = [_code(emit, p, reciprocal, levels or STEPS12, root=bool(levels)) for p in pieces]
-    return coded, scale
+    codes = [_code(emit, p, reciprocal, levels or STEPS12, root=bool(levels)) for p in pieces]
+    return *_planes(emit, codes, scheme), emit.shortened(scale)
 
 
 def _planes(emit: Emitter, codes: Sequence[fx.Node], scheme: Scheme) -> list[fx.Node]:

@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Set
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import is_tangent, placeholders, returned
+from hot_compile.passes.base.graph import is_tangent, placeholders, returned, through_views
 from hot_compile.passes.base.operators import VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.crossers import Crosser, base, saved_pairs
-from hot_compile.passes.storage.norms import through_views
 from hot_compile.passes.storage.prices import fuses, held_bytes
 
 Fused = Callable[[Crosser, Scheme], bool]

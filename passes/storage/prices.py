@@ -113,7 +113,7 @@ def _packed_by_another(crosser: Crosser, scheme: Scheme, rates: Rates) -> bool:
     """
     unit = scheme.spec.unit
     found = list(readers(crosser.saved))
-    if unit.centred:
+    if unit is Unit.CHANNEL:
         return any(reader.target in REDUCTIONS for reader in found)
     if unit is Unit.GROUP:
         in_pieces = rates.asynchronous and not fuses(_maker(crosser.saved))

@@ -1,15 +1,18 @@
 """What the backward does with a saved tensor, and whether each reader tolerates rounding.
 
-Tolerance is proven, not assumed. ``RULES`` has every kind of reader, with what follows and why; the
-table of docs/tolerance.md is made of it. A pointwise chain that the backward recomputes from the
-tensor is followed operator by operator (``Chain``) and tried on samples (``probe``); whatever the
-table does not know leaves the tensor exact, with the reason.
+``RULES`` has every kind of reader, with what follows and why; the table of docs/tolerance.md is
+made of it. A pointwise chain that the backward recomputes from the tensor is followed operator by
+operator (``Chain``); whatever the table does not know leaves the tensor exact, with the reason.
+Nothing here knows the data: whether sums cancel is seen, and repaired, by comparison with exact
+gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,9 +25,12 @@ from hot_compile.passes.base.graph import (
     is_ours,
     is_tangent,
     made_of,
+    made_of_tangents,
+    makes_bool,
     named_arguments,
     placeholders,
     strip,
+    through_views,
 )
 from hot_compile.passes.base.operators import (
     BATCHED_PRODUCTS,
@@ -35,32 +41,25 @@ from hot_compile.passes.base.operators import (
     MOVES,
     REDUCTIONS,
     SHAPE_ONLY,
+    SUMS_OF_TWO,
     VIEWS,
     is_pointwise,
 )
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
-from hot_compile.passes.storage.norms import (
-    cancels,
-    is_number,
-    is_softmax,
-    spreads,
-    spreads_again,
-    through_views,
-)
 from hot_compile.passes.storage.regions import Region, is_checkpointed
 
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
-_FEW = 16
-"""Elements of a norm's row below which its gradient may be smaller than its terms' errors."""
 
 
 @dataclasses.dataclass
 class Reading:
     """What was found of one saved tensor's readers."""
 
+    chain: Chain
+    """What is recomputed from it by pointwise operators."""
     refusal: str = ""
     """Why it must stay exact."""
     culprit: fx.Node | None = None
@@ -72,8 +71,6 @@ class Reading:
     """One of a convolution, then: its channels are dimension 1."""
     fine: bool = False
     """A softmax's backward reads it, which takes a difference: its errors are absolute."""
-    batched: bool = False
-    """Attention reads it."""
     channel: bool = False
     """A vector by channel is taken from it: what is left must be exact, not the whole."""
     rows: bool = False
@@ -82,8 +79,6 @@ class Reading:
     """A checkpointed region is computed again from it."""
     masks: list[fx.Node] = dataclasses.field(default_factory=list)
     """Comparisons of what is recomputed from it with constants."""
-    chain: Chain | None = None
-    """What is recomputed from it by pointwise operators."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,40 +87,19 @@ class Facts:
 
     gradients: Set[fx.Node]
     """What depends on a tangent."""
-    settled: Callable[[fx.Node, int], bool]
-    """Whether a gradient node comes after a layer's product (one with parameters), attention, or a
-    tangent of at least so many elements: not a loss's own derivative."""
+    settled: Set[fx.Node]
+    """Of these, what is no derivative of a loss inside the graph."""
     activations: Set[str]
     """Names of placeholders that hold more than functions of parameters."""
 
 
-def facts(
-    backward: fx.Graph, activations: Set[str], head_gradients: Set[str] = frozenset()
-) -> Facts:
-    """Gather what ``read`` needs.
-
-    ``head_gradients``: names of placeholders that hold what a head made in the forward, a product
-    but for the loss's own gradient, which it meets here.
-    """
-    tangents = [node for node in backward.nodes if is_tangent(node)]
-    gradients = closure(tangents)
-    data = closure(n for n in placeholders(backward) if n.name in activations or is_tangent(n))
-    products = [
-        n
-        for n in gradients
-        if is_attention(n)
-        or (_is_product(n) and set(n.all_input_nodes) - data)
-        or any(given.name in head_gradients for given in n.all_input_nodes)
-    ]
-    after_products = closure(products)
-    by_size = {t: closure([t]) for t in tangents if isinstance(t.meta.get("val"), torch.Tensor)}
-
-    def settled(node: fx.Node, elements: int) -> bool:
-        return node in after_products or any(
-            node in reached and 4 * hint(t.meta["val"].numel()) >= elements
-            for t, reached in by_size.items()
-        )
-
+def facts(backward: fx.Graph, activations: Set[str], heads: Set[str] = frozenset()) -> Facts:
+    """Gather what ``read`` needs; ``heads``: placeholders that hold what a head in chunks made."""
+    gradients = settled = made_of_tangents(backward)
+    if all(hint(_numel(n)) == 1 for n in filter(is_tangent, placeholders(backward))):
+        made = (n for n in gradients if heads & {given.name for given in n.all_input_nodes})
+        products = (n for n in gradients if _is_product(n) or is_attention(n))
+        settled = closure([*made, *products])
     return Facts(gradients, settled, activations)
 
 
@@ -141,8 +115,9 @@ def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Readi
 
 class _Reader:
     def __init__(self, root: fx.Node, known: Facts, cuts: Set[fx.Node]) -> None:
-        self.reading = Reading(chain=Chain(root))
-        self._root, self._known, self._cuts = root, known, cuts
+        self._chain = Chain(root)
+        self.reading = Reading(self._chain)
+        self._root, self.known, self._cuts = root, known, cuts
         self._elements = hint(root.meta["val"].numel())
         for node in _downstream(root, known.gradients, cuts):
             for operand in dict.fromkeys(node.all_input_nodes):
@@ -151,22 +126,13 @@ class _Reader:
                     self._read(operand, node)
                     self.reading.culprit = node if self.reading.refusal else None
 
-    @property
-    def _chain(self) -> Chain:
-        assert self.reading.chain is not None
-        return self.reading.chain
-
     def _read(self, node: fx.Node, user: fx.Node) -> None:
         """Judge one use; what ``user`` recomputes from ``node`` joins the chain."""
-        with_gradient = user in self._known.gradients
+        with_gradient = user in self.known.gradients
         for rule in RULES:
             if rule.with_gradient in (None, with_gradient) and rule.applies(self, user):
                 rule.judge(self, node, user)
                 return
-
-    def is_settled(self, user: fx.Node) -> bool:
-        """``user``'s gradient is not a loss's own derivative."""
-        return self._known.settled(user, self._elements)
 
     def _refuse(self, why: str) -> None:
         self.reading.refusal = self.reading.refusal or why
@@ -195,11 +161,8 @@ class _Reader:
         if self.reading.region:
             return
         self.reading.region = True
-        region = Region(self._root, self._known.gradients, self._known.activations, self._cuts)
+        region = Region(self._root, self.known.gradients, self.known.activations, self._cuts)
         self._refuse(region.problem())
-        derivatives = (n for n in region.readers() if not _is_product(n))
-        if not all(map(self.is_settled, derivatives)):
-            self._refuse("a loss is computed again from it")
 
     def compare(self, node: fx.Node, user: fx.Node) -> None:
         """A mask is made of it."""
@@ -207,7 +170,6 @@ class _Reader:
             self._refuse("compared with another tensor: a rounded value may equal no exact one")
             return
         self.reading.masks.append(user)
-        self._chain.compare(user)
 
     def step(self, node: fx.Node, user: fx.Node) -> None:
         """A pointwise operator is computed again from it."""
@@ -222,16 +184,16 @@ class _Reader:
             self._refuse("a statistic: broadcast over more elements")
             return
         others = [n for n in user.all_input_nodes if n not in self._chain]
-        others = [n for n in others if not is_number(n) and not _makes_bool(n)]
+        others = [n for n in others if not is_number(n) and not makes_bool(n)]
         if user in self._chain:
             return
         if others and self._is_affine(node, user, others):
             self.reading.channel = True
             self._chain.affine(node, user)
-        elif others and user.target in (aten.add.Tensor, aten.sub.Tensor):
-            self._sum(user, others)
+        elif others and user.target in SUMS_OF_TWO and not self._is_bias(others):
+            self._refuse("a sum or difference with another tensor, which may cancel it")
         else:
-            self._refuse(self._chain.step(user, scaled=bool(others)))
+            self._refuse(self._chain.step(user, bool(others)))
 
     def _is_affine(self, node: fx.Node, user: fx.Node, others: list[fx.Node]) -> bool:
         """``user`` takes a vector by channel from ``node``, or goes on with one after that."""
@@ -243,20 +205,18 @@ class _Reader:
         if vectors and not self.reading.channel and self._of_parameters(others[0]):
             # a gain or bias, which says nothing of how the values are spread, may follow any norm
             vectors = len(user.meta["val"].shape) >= IMAGE_DIMS
-        return vectors and self._chain.by_channel(node)
+        mine, root = (tuple(map(hint, n.meta["val"].shape)) for n in (node, self._root))
+        return vectors and mine == root
 
-    def _sum(self, user: fx.Node, others: list[fx.Node]) -> None:
-        """A sum or difference with another tensor, which may cancel all but the error."""
+    def _is_bias(self, others: list[fx.Node]) -> bool:
+        """A vector of parameters."""
         (other,) = others
-        if self._of_parameters(other) and hint(other.meta["val"].numel()) * 2 <= self._elements:
-            self._refuse(self._chain.step(user, scaled=True))
-        else:
-            self._refuse("a sum or difference with another tensor, which may cancel it")
+        return self._of_parameters(other) and 2 * hint(other.meta["val"].numel()) <= self._elements
 
     def _of_parameters(self, node: fx.Node) -> bool:
         """``node`` is made of parameters alone."""
         given = (n for n in made_of(node) if n.op == "placeholder")
-        return not any(n.name in self._known.activations or is_tangent(n) for n in given)
+        return not any(n.name in self.known.activations or is_tangent(n) for n in given)
 
     def loss(self, node: fx.Node, user: fx.Node) -> None:
         """A loss's own derivative reads it."""
@@ -264,7 +224,7 @@ class _Reader:
 
     def batched(self, node: fx.Node, user: fx.Node) -> None:
         """A product of two activations reads it."""
-        self.reading.batched = self.reading.fine = True
+        self.reading.fine = True
         self._chain.end(node)
 
     def batch_norm(self, node: fx.Node, user: fx.Node) -> None:
@@ -273,36 +233,18 @@ class _Reader:
 
     def factor(self, node: fx.Node, user: fx.Node) -> None:
         """It is a factor of a gradient."""
-        inverse = user.target is aten.div.Tensor and user.args[1] is node
-        self._refuse(self._chain.end(node, inverse=inverse))
-        self._meet_gradient(node, user)
+        if user.target is aten.div.Tensor and user.args[1] is node:
+            self._refuse("divided by: its smallest values matter most")
+        if hint(_numel(user)) > self._elements:
+            self._refuse("a statistic: broadcast over more elements")
+        self._chain.end(node)
+        for reduction in through_views(user):
+            if reduction.target in REDUCTIONS:
+                self._note_rows(reduction)
 
     def unknown(self, node: fx.Node, user: fx.Node) -> None:
         """Nothing is known of the operator."""
         self._refuse(f"read by {user.target}, not known to tolerate rounding")
-
-    def _meet_gradient(self, node: fx.Node, product: fx.Node) -> None:
-        """``product`` is a gradient's with ``node``: a norm or a softmax may follow."""
-        known = self._known.gradients
-        if spreads(product, self._elements):
-            self._refuse("a statistic: broadcast over more elements")
-        for reduction in through_views(product):
-            if reduction.target not in REDUCTIONS:
-                continue
-            self._note_rows(reduction)
-            summed = self._elements // max(1, hint(reduction.meta["val"].numel()))
-            if summed < _FEW and spreads_again(reduction):
-                self._refuse("a norm over few elements: what it leaves may be less than the error")
-        if not self.reading.channel and cancels(product, known):
-            self._centre(node)
-        self.reading.fine |= is_softmax(node, product, known)
-
-    def _centre(self, node: fx.Node) -> None:
-        """The backward takes a mean from it, in what it makes with the gradient."""
-        if len(node.meta["val"].shape) >= IMAGE_DIMS and self._chain.by_channel(node):
-            self.reading.channel = True  # coded by the distance from the channel's mean
-        else:
-            self._refuse("its mean is taken from it, after it met the gradient")
 
     def product(self, node: fx.Node, user: fx.Node) -> None:
         """A layer's product reads it."""
@@ -314,6 +256,8 @@ class _Reader:
         """Fused attention's backward reads it."""
         names = {name for name, value in named_arguments(user) if value is node}
         beyond = names - _ATTENTION_OPERANDS
+        if not names:
+            self._refuse("flex attention, whose function may do anything to logits")
         if beyond:
             self._refuse(f"attention's {', '.join(sorted(beyond))}")
         self.batched(node, user)
@@ -362,13 +306,15 @@ def _by_channel(other: fx.Node, user: fx.Node) -> bool:
     return same and all(n == 1 for n in rest)
 
 
-def _makes_bool(node: fx.Node) -> bool:
+def is_number(node: fx.Node) -> bool:
+    """A constant, or a size."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+    return not isinstance(value, torch.Tensor) or node.target is aten.full.default
 
 
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
+def _numel(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -413,38 +359,36 @@ RULES: tuple[Rule, ...] = (
          _Reader.batched, "in 12 bits, likewise"),
     Rule("a layer's product", True, lambda _, user: user.target in LAYER_PRODUCTS or is_ours(user),
          _Reader.product, "rounded: the gradient's relative error is the tensor's"),
-    Rule("what comes before the first layer's or attention's backward", True,
-         lambda reading, user: not reading.is_settled(user),
-         _Reader.loss, "exact: a loss's own derivative, unless a gradient of the tensor's size "
-         "comes in from outside"),
+    Rule("a loss inside the graph: what comes before the first product of the backward", True,
+         lambda reading, user: user not in reading.known.settled,
+         _Reader.loss, "exact: what is left of probabilities and targets may be small"),
     Rule("a batch norm's backward", True,
          lambda _, user: user.target is aten.native_batch_norm_backward.default,
          _Reader.batch_norm, "rounded around its channels' means"),
     Rule("a gradient that it is a factor of, or chooses parts of", True,
          lambda _, user: user.target in LINEAR_IN_GRADIENT | VIEWS | CASTS | MOVES,
          _Reader.factor, "rounded: errors are relative to the gradient. Exact: statistics that are "
-         "broadcast, what meets its own mean only after the gradient, norms of fewer than 16 "
-         "elements"),
+         "broadcast, divisors"),
     Rule("any other operator with a gradient", True, lambda *_: True,
          _Reader.unknown, "exact: not known to tolerate rounding"),
     Rule("a region of `torch.utils.checkpoint`", False, lambda _, user: is_checkpointed(user),
          _Reader.checkpoint, "rounded: gradients of a point next to it. Exact where the region "
-         "chooses (top k), bends sharply, or meets what was kept"),
+         "chooses (top k) or bends sharply, or its attention's output was kept"),
     Rule("a view, a cast, a move such as `cat` and `gather`", False,
-         lambda _, user: user.target in VIEWS | CASTS | MOVES or _is_getitem(user),
+         lambda _, user: user.target in VIEWS | CASTS | MOVES or user.target is operator.getitem,
          _Reader.move, "as the result's readers say; exact if cast to whole numbers"),
     Rule("a product of ours", False, lambda _, user: is_ours(user),
          _Reader.product, "rounded, as for a layer's product"),
     Rule("a sum, a product or the like", False,
          lambda _, user: not is_pointwise(user),
          _Reader.region, "exact: a region starts there"),
-    Rule("a comparison", False, lambda _, user: _makes_bool(user),
+    Rule("a comparison", False, lambda _, user: makes_bool(user),
          _Reader.compare, "with a constant: the mask is kept without loss; with another tensor: "
          "exact, since what is rounded equals nothing"),
     Rule("another pointwise operator", False, lambda *_: True,
-         _Reader.step, "as the result's readers say, once tried on samples. Exact: what is "
-         "broadcast, rounded to whole steps, or added to another tensor, which may cancel all but "
-         "the error"),
+         _Reader.step, "as the result's readers say. Where it is steep (exp): in 12 bits. Exact: "
+         "poles, jumps, what is not known, what is broadcast or added to another tensor, which may "
+         "cancel all but the error"),
 )
 # fmt: on
 """The first that applies counts."""

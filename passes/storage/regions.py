@@ -10,52 +10,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Set
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hot_compile.passes.base.graph import aten, is_ours, named_arguments, strip, walk
+from hot_compile.passes.base.graph import aten, is_ours, makes_bool, named_arguments, walk
 from hot_compile.passes.base.operators import (
-    ADDITIVE,
     BATCHED_PRODUCTS,
     CASTS,
+    GENTLE,
     MATRIX_PRODUCTS,
     MOVES,
     REDUCTIONS,
-    SCALED,
     VIEWS,
 )
+from hot_compile.passes.storage.chain import is_bounded_power
 
 _AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 _ROOTS = (-1, -0.5, 0.5, 1, 2, 3)
 """Powers of what norms divide by and activations are made of."""
-_GENTLE = {
-    *(ADDITIVE | SCALED),
-    aten.neg.default,
-    aten.abs.default,
-    aten.relu.default,
-    aten.leaky_relu.default,
-    aten.sigmoid.default,
-    aten.tanh.default,
-    aten.erf.default,
-    aten.gelu.default,
-    aten.silu.default,
-    aten.sqrt.default,
-    aten.rsqrt.default,
-    aten.reciprocal.default,
-    aten.addcmul.default,
-    aten.maximum.default,
-    aten.minimum.default,
-    aten.clamp.default,
-    aten.clamp_min.default,
-    aten.clamp_max.default,
-    aten.where.self,
-    aten.logical_not.default,
-    aten.logical_and.default,
-    aten.logical_or.default,
-}
+_OF_NORMS = {aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default}
 _PRODUCTS = {
     *MATRIX_PRODUCTS,
     *BATCHED_PRODUCTS,
@@ -66,7 +41,6 @@ _PRODUCTS = {
 }
 _RESULTS = {"out", "logsumexp"}
 """Of an attention's forward, that its backward reads beside its operands."""
-_DIFFERENCES = {aten.sub.Tensor, aten.div.Tensor}
 
 
 def is_checkpointed(node: fx.Node) -> bool:
@@ -107,11 +81,8 @@ class Region:
     def _jumps(self, node: fx.Node) -> str:
         """Why ``node`` may turn a small error into a large one."""
         inside = [n for n in node.all_input_nodes if n in self._nodes]
-        others = [n for n in node.all_input_nodes if n not in self._nodes]
-        if _makes(node, torch.bool) and len(inside) > 1:
+        if makes_bool(node) and len(inside) > 1:
             return f"what a checkpoint computes again compares two of its values ({node.target})"
-        if node.target in _DIFFERENCES and self._kept(others):
-            return "what a checkpoint computes again meets what was kept beside it"
         if not _is_gentle(node, inside):
             return f"what a checkpoint computes again may jump ({node.target})"
         return ""
@@ -136,30 +107,17 @@ def _is_gentle(node: fx.Node, inside: list[fx.Node]) -> bool:
     """A small change of ``node``'s operands ``inside`` changes it, and its slope, little."""
     target, value = node.target, node.meta.get("val")
     if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return _makes(node, torch.bool) or is_ours(node) or target is operator.getitem
+        return makes_bool(node) or is_ours(node) or target is operator.getitem
     if target in MOVES:
         return not node.args[1:] or not set(inside) & set(_indices(node))
     if target is aten.pow.Tensor_Scalar:
         return node.args[1] in _ROOTS
-    if target is aten.exp.default:  # a GELU's derivative has one, too
-        return not is_checkpointed(node) or _is_bounded_power(node)
-    known = _GENTLE | _PRODUCTS | VIEWS | CASTS | REDUCTIONS
-    return target in known or is_ours(node) or _is_other(target)
-
-
-def _is_other(target: Any) -> bool:
-    """Fused attention, a part of a result, a collective."""
+    if target is aten.exp.default and not is_checkpointed(node):
+        return True  # a GELU's derivative has one, too
     collective = getattr(target, "namespace", "") == "_c10d_functional"
-    return target is operator.getitem or "attention" in str(target) or collective
-
-
-def _is_bounded_power(node: fx.Node) -> bool:
-    """e to something: a softmax's, less its largest, or a sigmoid's, which one is added to."""
-    given = node.args[0]
-    assert isinstance(given, fx.Node)
-    if given.target is aten.sub.Tensor and isinstance(given.args[1], fx.Node):
-        return strip(given.args[1], VIEWS).target is aten.amax.default
-    return all(user.target is aten.add.Tensor and user.args[1] == 1 for user in node.users)
+    other = target is operator.getitem or "attention" in str(target) or collective
+    known = GENTLE | _OF_NORMS | _PRODUCTS | VIEWS | CASTS | REDUCTIONS
+    return target in known or is_ours(node) or other or is_bounded_power(node)
 
 
 def _indices(node: fx.Node) -> Iterator[fx.Node]:
@@ -169,8 +127,3 @@ def _indices(node: fx.Node) -> Iterator[fx.Node]:
         for given in argument if several else (argument,):  # type: ignore[union-attr]
             if isinstance(given, fx.Node):
                 yield given
-
-
-def _makes(node: fx.Node, dtype: torch.dtype) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is dtype

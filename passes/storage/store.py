@@ -30,11 +30,9 @@ from hot_compile.passes.base.operators import CASTS, IN_ORDER, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.around import Sample
-from hot_compile.passes.storage.channels_last import in_memory
 from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
-from hot_compile.passes.storage.layout import Layout, layout_of
-from hot_compile.passes.storage.normalised import summed_by_softmax
-from hot_compile.passes.storage.pack import pack, totals, unpack, unpack_mask
+from hot_compile.passes.storage.layout import Layout, in_memory, layout_of
+from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
 from hot_compile.runtime.host_copies import LANES
@@ -140,17 +138,13 @@ class _Edit:
         parts = pack(emit, stored, scheme, own, mean, sample)
         there = () if mean is None or mean not in self._arriving else (self._arriving[mean],)
         parts = parts[: len(parts) - len(there)]  # the backward has the mean anyway
-        shares = _share_of_sum(emit, saved, stored, parts, scheme)
         if host:
             parts = emit.parts(emit(hot.to_host.default, list(parts), 0))
         arriving = tuple(self._placeholder(part, beside) for part in parts)
-        kept = shares and self._placeholder(shares, beside)
         emit = Emitter(self._backward, min(wanted.users), wanted)
         if host:
             arriving = self._fetched(emit, arriving, stored.meta["val"].device)
         value = unpack(emit, (*arriving, *there), stored.meta["val"], scheme)
-        if kept:
-            value = emit(aten.mul.Tensor, value, emit.cast(kept, value.meta["val"].dtype))
         wanted.replace_all_uses_with(value)
         self._restored.append(value)
         if mask is not None:
@@ -158,7 +152,7 @@ class _Edit:
             mask.node.replace_all_uses_with(outcome)
             self._backward.erase_node(mask.node)
             self._restored.append(outcome)
-        return parts if shares is None else (*parts, shares)
+        return parts
 
     def _fetched(
         self, emit: Emitter, kept: tuple[fx.Node, ...], device: torch.device
@@ -215,27 +209,6 @@ class _Edit:
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
-
-
-def _share_of_sum(
-    emit: Emitter, saved: fx.Node, stored: fx.Node, parts: tuple[fx.Node, ...], scheme: Scheme
-) -> fx.Node | None:
-    """What restored rows are to be multiplied by so that they sum to what they did, fp32, or None.
-
-    A softmax's backward takes from each gradient their mean by its probabilities: where a row is
-    saturated nothing else is left, and what their sum lacks would be all of q's and k's gradient.
-    """
-    summed = None if scheme in (Scheme.EXACT, Scheme.BITS) else summed_by_softmax(saved)
-    if summed is None:
-        return None
-    dim, is_one = summed
-    total = totals(emit, stored, parts, scheme, dim)
-    one = emit.constant(1.0, like=total)
-    values = emit.cast(stored, torch.float32)
-    due = one if is_one else emit(aten.sum.dim_IntList, values, [dim], True)
-    # a row that was rounded away, beside larger ones of its groups, is no 1 / 0
-    sound = emit(aten.gt.Tensor, emit(aten.mul.Tensor, total, 2.0), due)
-    return emit(aten.where.self, sound, emit(aten.div.Tensor, due, total), one)
 
 
 def _come_behind(node: fx.Node, others: Sequence[fx.Node]) -> None:

@@ -117,21 +117,25 @@ def disturb(x: Tensor | None, noise: float) -> Tensor | None:
     return x if x is None else x * (1 + noise * torch.randn_like(x))
 
 
-def hot_step(built: Built, case: Case, lower: bool) -> tuple[Step, list[GraphReport], list[str]]:
-    """The step under ``backend="hot"``: (results, reports, warnings)."""
+def hot_step(
+    built: Built, case: Case, lower: bool, steps: int = 1
+) -> tuple[Step, list[GraphReport], list[str]]:
+    """The last of so many steps under ``backend="hot"``: (results, reports, warnings)."""
     reports, warnings = Reports(), Warnings()
     keywords: dict[str, Any] = {} if lower else {"inner_compile": uncompiled()}
     backend = functools.partial(hot, options=dict(case.options), recorder=reports, **keywords)
     with warnings:
-        got = compiled_step(built, backend, case.dynamic)
-    return got, reports.graphs, warnings.messages
+        got = compiled_step(built, backend, case.dynamic, steps)
+    return got, reports.graphs, [] if steps > 1 else warnings.messages
 
 
-def compiled_step(built: Built, backend: Any, dynamic: bool) -> Step:
-    """The step under a backend, compiled afresh."""
+def compiled_step(built: Built, backend: Any, dynamic: bool, steps: int = 1) -> Step:
+    """The last of so many steps under a backend, compiled afresh."""
     torch._dynamo.reset()
     run = torch.compile(built.loss, backend=backend, dynamic=True if dynamic else None)
     try:
+        for _ in range(steps - 1):
+            step(run, built.model, built.inputs)
         return step(run, built.model, built.inputs)
     finally:
         torch._dynamo.reset()
@@ -297,8 +301,8 @@ def crashes(work: Callable[[], Any]) -> str | None:
     return None
 
 
-def examine(case: Case, lower: bool = False) -> Verdict:
-    """Hot's step of the case against exact's.
+def examine(case: Case, lower: bool = False, steps: int = 1) -> Verdict:
+    """Hot's step of the case against exact's; of several the last, after looks have repaired it.
 
     Raises:
         NotBuilt: the case does not run in eager mode.
@@ -310,7 +314,7 @@ def examine(case: Case, lower: bool = False) -> Verdict:
         cause = error.__cause__ or error
         return Verdict([], 0.0, {"inductor fails": Counter([str(cause)[:300]])})
     try:
-        got, reports, warnings = hot_step(built, case, lower)
+        got, reports, warnings = hot_step(built, case, lower, steps)
     except Exception as error:
         plain = "inductor" if lower else functools.partial(_inductor_uncompiled, inner=uncompiled())
         if theirs := crashes(lambda: compiled_step(built, plain, case.dynamic)):

@@ -43,6 +43,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--opinfo", action="store_true", help="seeds are places in the list of all operators")
     add("--options", type=json.loads, help="JSON: these instead of the options drawn")
     add("--lower", action="store_true", help="compile as a user's run does, against Inductor")
+    add("--steps", type=int, default=1, help="the last is judged; looks repair those before")
     add("--device", default="cpu", help="where models and operators run")
     add("--jobs", type=int, default=2, help="processes at a time")
     add("--out", type=Path, help="JSON lines, one per seed; seeds that it has are not run again")
@@ -91,17 +92,17 @@ def result(seed: int, options: argparse.Namespace) -> dict[str, Any]:
         return {"seed": seed, "name": "not run in eager mode", "failures": [], "counts": {}}
     if options.options is not None:
         case = dataclasses.replace(case, options=tuple(options.options.items()))
-    verdict = examine(case, options.lower)
+    verdict = examine(case, options.lower, options.steps)
     failures, small, path = verdict.failures, case, None
     if failures and options.shrink:
         kind = kind_of(failures)
 
         def fails(candidate: Case) -> bool:
-            return kind_of(examine(candidate, options.lower).failures) == kind
+            return kind_of(examine(candidate, options.lower, options.steps).failures) == kind
 
         small = shrink(case, fails, options.shrink)
     if failures and options.scripts:
-        found = examine(small, options.lower).failures
+        found = examine(small, options.lower, options.steps).failures
         path = write_script(small, found or failures, options.lower, options.scripts)
     return {
         "seed": seed,
@@ -225,6 +226,7 @@ def started(seeds: list[int], options: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.fuzz", "--worker", "--shrink", str(options.shrink)]
     command += ["--seeds", ",".join(map(str, seeds)) + ",", "--device", options.device]
     command += ["--lower"] * options.lower + ["--opinfo"] * options.opinfo
+    command += ["--steps", str(options.steps)]
     command += ["--options", json.dumps(options.options)] if options.options is not None else []
     command += ["--scripts", str(options.scripts.absolute())] if options.scripts else []
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

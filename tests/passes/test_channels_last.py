@@ -8,7 +8,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.storage import channels_last as layouts
+from hot_compile.passes.storage import layout as layouts
 from hot_compile.testing import cosine, hot_step
 
 BATCH, CHANNELS, SIZE = 32, 16, 16

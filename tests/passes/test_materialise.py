@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.storage.materialise import materialise
+from hot_compile.passes.storage.pieces import materialise
 
 
 def residual(device, norms=2):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -40,7 +41,7 @@ CASES = {
         lambda s, t: torch.bmm(t.flatten(0, 1).mT, s.flatten(0, 1)), ""
     ),
     "a layer's product": (lambda s, t: torch.mm(t.flatten(0, 2).mT, s.flatten(0, 2)), ""),
-    "what comes before the first layer's or attention's backward": (
+    "a loss inside the graph: what comes before the first product of the backward": (
         lambda s, t: t * s, "a loss stays exact"
     ),
     "a batch norm's backward": (batch_norm_gradients, ""),
@@ -55,12 +56,12 @@ CASES = {
     ),
     "a sum, a product or the like": (lambda s, t: t * s.cumsum(-1), "recomputed"),
     "a comparison": (lambda s, t: torch.where(s > 0, t, 0), ""),
-    "another pointwise operator": (lambda s, t: t * s.sin(), ""),
+    "another pointwise operator": (lambda s, t: t * s.tanh(), ""),
 }  # fmt: skip
 """By its name in ``RULES``: a backward, and why the tensor must stay exact, if it must."""
 
 
-def judged(monkeypatch, backward, outside, checkpointed=False):
+def judged(monkeypatch, backward, outside=HEADS, checkpointed=False):
     """What ``backward`` reads of its first input, and the rules that counted.
 
     ``outside``: the shape of the gradient that it is given. ``checkpointed``: what it computes
@@ -106,12 +107,23 @@ def test_one_line_of_the_operators_table_has_an_operator_understood(monkeypatch)
     def backward(saved, tangents):
         return tangents * saved.repeat(1, 1, 1, 1)
 
-    unknown, _ = judged(monkeypatch, backward, HEADS)
+    unknown, _ = judged(monkeypatch, backward)
     MOVES.add(aten.repeat.default)
     try:
-        known, counted = judged(monkeypatch, backward, HEADS)
+        known, counted = judged(monkeypatch, backward)
     finally:
         MOVES.discard(aten.repeat.default)
     assert unknown.refusal
     assert not known.refusal
     assert "a view, a cast, a move such as `cat` and `gather`" in counted
+
+
+def test_of_flex_attention_whose_function_is_not_known_everything_stays_exact():
+    graph = fx.Graph()
+    saved, tangents = graph.placeholder("saved"), graph.placeholder("tangents_1")
+    for node in (saved, tangents):
+        node.meta["val"] = torch.empty(HEADS)
+    given = saved, saved, saved, tangents
+    graph.output(graph.call_function(torch.ops.higher_order.flex_attention_backward, given))
+    reading = readers.read(saved, readers.facts(graph, {"saved"}))
+    assert "may do anything to logits" in reading.refusal

@@ -159,8 +159,8 @@ def test_relu_masks_are_bits_and_exact():
     dead = first(x).t() <= 0
     assert (first.weight.grad[dead] == 0).all()
     hidden = next(c for c in kept if c.shape == ("64", "256"))
-    assert hidden.scheme == "centred8_mask"  # no norm bounds it
-    assert hidden.bytes == 64 * 256 + 64 * 2 + 256 * 4  # values and mask, scales, means
+    assert hidden.scheme == "rows8_mask"  # no norm bounds it
+    assert hidden.bytes == 64 * 256 + 64 * 2  # values and mask, scales
 
 
 def test_batch_norm_and_pooling_cross_compressed():
@@ -315,7 +315,7 @@ def test_a_checkpointed_region_is_not_fought():
     x = torch.randn(4, 48, 128)
     kept = crossing(loss, x)
     assert sum(c.bytes_before for c in kept) < 6 * x.nbytes
-    assert "centred8" in {c.scheme for c in kept}
+    assert {c.scheme for c in kept if c.shape == ("4", "48", "128")} <= {"rows8", "groups6"}
 
 
 def test_options_choose_what_is_stored():
@@ -465,7 +465,7 @@ def test_one_sensitive_reader_is_enough(divisor_first):
     ]
     backward.output(tuple(read() for read in readers[:: 1 if divisor_first else -1]))
     (crosser,) = crossers(forward, backward, 0, Judge(forward, backward, GraphInputs(), smallest=1))
-    assert "softmax" in crosser.reason
+    assert "divided by" in crosser.reason
     assert crosser.schemes == (Scheme.EXACT,)
 
 

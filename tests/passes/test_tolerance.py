@@ -20,14 +20,14 @@ def followed_by_a_layer(function, width=256):
     [
         (lambda h: 1 / (h + 3), ""),
         (lambda h: 1 / h, ""),
-        (lambda h: torch.sin(30 * h), "periodic"),
+        (lambda h: torch.sin(30 * h), "steep"),
         (lambda h: torch.exp(h) + torch.exp(2 * h), ""),
-        (lambda h: h.abs().sqrt(), "pole"),
-        (lambda h: torch.erfinv(h.clamp(-0.999, 0.999)), "steep"),
+        (lambda h: h.abs().sqrt(), "steep"),
+        (lambda h: torch.erfinv(h.clamp(-0.999, 0.999)), ""),
         (lambda h: torch.atanh(0.3 * h.sin()) + torch.erfinv(h.sin()), ""),
         (lambda h: h / h.amax(), ""),
         (lambda h: h.amax(0, keepdim=True) * h, ""),
-        (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), "periodic"),
+        (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), "steep"),
         (lambda h: h * torch.arange(256)[h.clamp(0, 255).long()], "int64"),
     ],
 )
@@ -100,9 +100,7 @@ def test_saturated_channels_keep_their_small_gradients(activation, offset):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda h: h * torch.rsqrt(F.relu(h) + 1e-4),
         lambda h: torch.log(F.relu(h) + 1e-3),
-        lambda h: 1 / (h.square() + 1e-2),
         lambda h: torch.sin(10 * h),
         F.gelu,
     ],
