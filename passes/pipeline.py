@@ -298,8 +298,9 @@ def _plan_storage(cut: Partitioned) -> int:
             _within(cut, cut.fit, price, measured)
         cut.verdicts = {c: _why(cut, c, measured.get(c)) for c in cut.names}
         cut.verdicts |= dict.fromkeys(cut.too_dear, TOO_DEAR)
-        alone = {base(c.saved) for c in cut.found if c.reason}
-        beside = [c for c in cut.found if base(c.saved) in alone and not c.reason]
+        exact = cut.asked.keys() - cut.chosen.keys()
+        alone = {base(c.saved) for c in cut.found if c.reason or c in exact}
+        beside = [c for c in cut.found if base(c.saved) in alone and not (c.reason or c in exact)]
         cut.verdicts |= dict.fromkeys(beside, "shares memory with what stays exact")
         cut.seconds = {c: price(c, scheme) for c, scheme in cut.chosen.items()}
         away = cut.context.host_prices(cut.found)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from hot_compile.passes.measure.linear import compare
+from hot_compile.passes.measure.stored import LOST
 
 _OF_NOISE = 0.3
 """Share of the batch's noise that an error may be: it then adds 9 % to a gradient's variance."""
@@ -50,17 +51,21 @@ class Trace:
         self._norms = 0.0
 
     def add(self, got: Tensor, want: Tensor, difference: Tensor | None = None) -> bool:
-        """Sketches of a step's gradient and of the exact one; False if they are not finite.
+        """Sketches of a step's gradient and of the exact one; False if that is not finite, or zero.
 
         ``difference``: of another exact one from that.
         """
-        error, cosine = (float(figure) for figure in compare(got, want))
-        if not torch.isfinite(torch.tensor([error, cosine])).all():
-            return False
         norm = float(want.norm())
-        if self._exact is not None and norm:
+        if not (math.isfinite(norm) and norm):
+            return False
+        error, cosine = (float(figure) for figure in compare(got, want))
+        if not (error < LOST and math.isfinite(cosine)):  # infinite, or as good as that
+            self.error, self.cosine, self.norm = LOST, 0.0, norm
+            self.looks = max(1, self.looks)
+            return True
+        if self._exact is not None:
             self.noise = float((want - self._exact).norm()) / 2**0.5 / norm
-        if difference is not None and norm:
+        if difference is not None:
             self.rounding = float(difference.norm()) / norm
         lost = got - want
         self.error, self.cosine, self.norm, self._exact = error, cosine, norm, want

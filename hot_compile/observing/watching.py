@@ -256,8 +256,8 @@ class Watch:
         self._deviations.append(look.deviation)
         for name, want in look.exact.items():
             if name in usual:
-                got = torch.where(look.deviation < SAME, sketch(usual[name]), torch.nan)
-                self._observer.gradient(name, got, want)
+                want = torch.where(look.deviation < SAME, want, torch.nan)
+                self._observer.gradient(name, sketch(usual[name]), want)
 
     def _check_deviations(self) -> None:
         pending, self._deviations = self._deviations, []

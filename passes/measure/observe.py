@@ -79,7 +79,7 @@ class Observer:
     def gradient(self, name: str, got: Tensor, want: Tensor) -> None:
         """Take sketches of a parameter's gradient, as the step has it and as it is exactly.
 
-        Both fp32, on the device; ``got`` is not finite where nothing can be said.
+        Both fp32, on the device; ``want`` is not finite where nothing can be said.
         """
 
     def uncertain(self, name: str, difference: Tensor) -> None:

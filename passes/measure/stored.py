@@ -34,7 +34,9 @@ from hot_compile.passes.storage.store import in_order
 _MOST = 400
 """Operators between a tensor and the gradients it feeds; beyond, it is not measured."""
 _NOISE = 1.0
-"""A gradient whose error by the finest scheme is no less is nothing but rounding."""
+"""A gradient whose error by the finest scheme is no less is nothing but rounding, if not lost."""
+LOST = 1e6
+"""Error of what is infinite or far beyond all that rounding does to sums that cancel."""
 _SUMS = SUMS | {aten.add.Tensor}
 
 
@@ -72,7 +74,8 @@ class Fed:
         that of a bias in front of a norm: it does not count. Waits for the device.
         """
         table = torch.stack(list(errors.values()))  # [schemes, gradients]
-        real = table.amin(0) < _NOISE
+        least = table.amin(0)
+        real = (least < _NOISE) | (least == LOST)
         table, own = table[:, real].cpu(), torch.tensor(self.own)[real.cpu()]
         if not table.numel() or not table.isfinite().all():
             return {}
@@ -83,8 +86,9 @@ class Fed:
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:
-    distance = torch.dist(got.float(), want.float())
-    return torch.where(distance == 0, distance, distance / want.float().norm())
+    distance, norm = torch.dist(got.float(), want.float()), want.float().norm()
+    error = torch.where(distance == 0, distance, distance / norm)
+    return torch.where(norm > 0, error.nan_to_num(LOST, LOST).clamp(max=LOST), error)
 
 
 def storage_names(forward: fx.Graph) -> dict[fx.Node, str]:
