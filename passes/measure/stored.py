@@ -74,8 +74,7 @@ class Fed:
         that of a bias in front of a norm: it does not count. Waits for the device.
         """
         table = torch.stack(list(errors.values()))  # [schemes, gradients]
-        least = table.amin(0)
-        real = (least < _NOISE) | (least == LOST)
+        real = (table.amin(0) < _NOISE) | (table.amin(0) == LOST)
         table, own = table[:, real].cpu(), torch.tensor(self.own)[real.cpu()]
         if not table.numel() or not table.isfinite().all():
             return {}

@@ -3,8 +3,7 @@
 What a softmax sees is exponentiated, so an error of its operands counts absolutely: 12 bits of q
 and k are enough for logits of a thousand, not of ten thousand. How large they get follows from
 weights where a norm, or a function that is bounded itself, stands before; of data as the user gives
-it nothing is known. Likewise only what no norm bounds may have most of itself in common from row to
-row.
+it nothing is known. And only what no norm bounds may have most of itself in common from row to row.
 """
 
 from __future__ import annotations
