@@ -99,11 +99,11 @@ def is_gentle(node: fx.Node, inside: list[fx.Node]) -> bool:
     if target is aten.pow.Tensor_Scalar:
         return node.args[1] in (1, 2, 3)
     if target is aten.div.Tensor and node.args[1] in inside:
-        return _one_more(node.args[1])
+        return _at_least_one(node.args[1])
     if target is aten.reciprocal.default:
-        return _one_more(node.args[0])
+        return _at_least_one(node.args[0])
     if target is aten.log1p.default:
-        return getattr(node.args[0], "target", None) in _STEEP
+        return getattr(node.args[0], "target", None) is aten.exp.default
     return target in GENTLE or is_bounded_power(node)
 
 
@@ -117,7 +117,7 @@ def is_bounded_power(node: fx.Node) -> bool:
         return strip(given.args[1], VIEWS).target is aten.amax.default
     factor = given.args[1] if given.target in SCALED else None
     bell = isinstance(factor, (int, float)) and factor < 0 and _is_square(given.args[0])
-    return bell or all(map(_adds_one, node.users))
+    return bell or all(_adds_one(u) or u.target is aten.log1p.default for u in node.users)
 
 
 def _is_square(node: Any) -> bool:
@@ -126,14 +126,13 @@ def _is_square(node: Any) -> bool:
     return node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == 2)
 
 
-def _one_more(node: Any) -> bool:
-    """One more than a power of e: at least one."""
-    return _adds_one(node) and node.args[0].target is aten.exp.default
+def _at_least_one(node: Any) -> bool:
+    """One more than a power of e."""
+    return _adds_one(node) and getattr(node.args[0], "target", None) is aten.exp.default
 
 
 def _adds_one(node: Any) -> bool:
-    added = node.target in (aten.add.Tensor, aten.add.Scalar) and node.args[1] == 1
-    return added or node.target is aten.log1p.default
+    return node.target in (aten.add.Tensor, aten.add.Scalar) and bool(node.args[1] == 1)
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

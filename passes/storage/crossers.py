@@ -27,8 +27,8 @@ from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
-from hot_compile.passes.storage.layout import in_memory, packed_bytes
-from hot_compile.passes.storage.offers import EXACT, Need, bits_of_masks, offers
+from hot_compile.passes.storage.layout import in_memory, layout_of, packed_bytes
+from hot_compile.passes.storage.offers import EXACT, Need, offers
 from hot_compile.passes.storage.readers import Reading, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
@@ -134,8 +134,10 @@ class Judge:
         if why:
             return Crosser(saved, restored, EXACT, why)
         if saved.meta["val"].dtype is torch.bool:
-            bits = bits_of_masks(saved)
-            return Crosser(saved, restored, bits.schemes, bits.reason)
+            layout = layout_of(in_memory(saved), Scheme.BITS)
+            if isinstance(layout, str):
+                return Crosser(saved, restored, EXACT, layout)
+            return Crosser(saved, restored, (Scheme.EXACT, Scheme.BITS))
         reading = read(restored, self.facts, cuts)
         masks, need = [self._in_forward(mask) for mask in reading.masks], self._need(saved, reading)
         if None in masks and not need.reason:

@@ -46,14 +46,6 @@ class Offers:
     reason: str = ""
 
 
-def bits_of_masks(saved: fx.Node) -> Offers:
-    """Of a tensor of bools."""
-    layout = layout_of(in_memory(saved), Scheme.BITS)
-    if isinstance(layout, Layout):
-        return Offers((Scheme.EXACT, Scheme.BITS))
-    return Offers(reason=layout)
-
-
 def offers(saved: fx.Node, need: Need, sample: Sample | None) -> Offers:
     """Of a floating-point tensor of the forward.
 
