@@ -65,7 +65,7 @@ def _smollm2(size: Size) -> Workload:
 
     config = transformers.LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(config.vocab_size, (size.batch, size.tokens or 1))
