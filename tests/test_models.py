@@ -162,7 +162,6 @@ def test_pinned_inputs_cross_packed(trained):
 SENSITIVE = {
     "a statistic",
     "a statistic: broadcast over more elements",
-    "a norm over few elements: what it leaves may be less than the error",  # 1/n of a norm's rsqrt
     "attention's logsumexp",
     "not floating point: int64",
 }
@@ -182,7 +181,6 @@ ATTENTION = {"groups12", "groups6", "rows8"}
 SCHEMES = {
     "mixer": {"groups6", "rows8"},  # no attention
     "swin_tiny": ATTENTION | {"groups8"},
-    "gpt2_conv1d": {"groups12", "rows8"},  # its GELU is written out, and recomputed
     "bert": ATTENTION | {"bits"},
 }
 
@@ -192,7 +190,6 @@ def test_everything_large_crosses_compressed(name):
     """What stays as it is has a reason of its own; the rest is 6 to 12 bits a value, or one.
 
     Of fp32, 6, 8 and 12 bits are 0.19, 0.25 and 0.38: all in all 0.28, as attention's 12 are 40 %.
-    GPT-2's GELU, in 8 bits where others' are in 6, makes that 0.31.
     """
     torch.manual_seed(0)
     model, inputs = (MODELS | {"bert": bert})[name]()
@@ -210,7 +207,7 @@ def test_everything_large_crosses_compressed(name):
     if name == "bert":  # two dropouts a block and one of the embeddings
         masks = [c for c in large if c.dtype == "bool" and c.scheme == "bits"]
         assert len(masks) == 5
-    share = {"mixer": 0.21, "gpt2_conv1d": 0.31}.get(name, 0.285)
+    share = {"mixer": 0.21}.get(name, 0.285)
     assert sum(c.bytes for c in stored) < share * sum(c.bytes_before for c in stored)
 
 
