@@ -342,8 +342,10 @@ class _Graph:
 
         def compile_part(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             done: list[GraphReport] = []
-            given = {"example_inputs": fakes, "inputs": graph_inputs(gm), "done": done}
-            run = dataclasses.replace(bare, gm=gm, **given).compile(exact)
+            part = dataclasses.replace(
+                bare, gm=gm, example_inputs=fakes, inputs=graph_inputs(gm), done=done
+            )
+            run = part.compile(exact)
             if any(head.chunked for report in done for head in report.plan.heads):
                 return run
             raise TooLarge("a head's logits are too large as a whole")

@@ -48,7 +48,7 @@ class GraphReport:
     def changed(self) -> bool:
         """Something of it is computed, or stored, otherwise than exactly."""
         stored = any(c.scheme != "exact" for c in self.crossing)
-        integers = any(part.int8 for part in (*self.plan.forwards, *self.plan.heads))
+        integers = any(f.int8 for f in self.plan.forwards) or any(h.int8 for h in self.plan.heads)
         return stored or bool(self.plan.rewritten) or integers
 
     @property

@@ -132,7 +132,8 @@ def _loss(found: Head, config: HotConfig, pricing: Pricing) -> str:
     rates, value = pricing(found.value.device), found.value
     assert isinstance(rates, Rates)
     inputs = shape_of(found.product.args[-2])[1]
-    shape = Shape(*map(hint, (*value.shape, inputs)), value.dtype.itemsize)
+    rows, outputs = value.shape
+    shape = Shape(hint(rows), hint(outputs), hint(inputs), value.dtype.itemsize)
     dtype, rates = str(value.dtype).removeprefix("torch."), rates.override(dict(config.rates))
     gain = predicted_gain(Strategy.INT8, How(), rates, dtype, shape)
     return "" if gain >= config.min_gain else f"not worth it: int8 predicted {gain:.2f}x exact"

@@ -118,8 +118,11 @@ void run_offset(const Call& c, const int64_t (&k)[3], const float* small, const 
                 int64_t out_stride) {
   Int8Rows b = seen(c, c.big.get(), c.channels, k, c.unfolded.get());
   std::vector<const int32_t*> parts = slices(c, b, sums, held);
-  Epilogue epilogue{parts.data(), static_cast<int>(parts.size()), small, big, nullptr, nullptr, out,
-                    type,         c.channels, out_stride};
+  Epilogue epilogue{parts.data(), static_cast<int>(parts.size()),
+                    small,        big,
+                    nullptr,      nullptr,
+                    out,          type,
+                    c.channels,   out_stride};
   torch::stable::parallel_for(0, c.small_rows, grain(c.channels), [&](int64_t begin, int64_t end) {
     c.kernels.epilogue(epilogue, begin, end);
   });
@@ -142,10 +145,10 @@ void check(const Tensor& small, const Tensor& big, const Convolution& conv, int6
 
 /// [S, *kernel, C].
 Tensor conv_grad_weight(const Kernels& kernels, const Tensor& small_in, const Tensor& big_in,
-                        const Tensor& small_scale, const Tensor& big_scale,
-                        int64_t batch, const Sizes& small_size, const Sizes& big_size,
-                        const Sizes& kernel, const Sizes& stride, const Sizes& padding,
-                        const Sizes& dilation, int64_t rank, ScalarType out_dtype) {
+                        const Tensor& small_scale, const Tensor& big_scale, int64_t batch,
+                        const Sizes& small_size, const Sizes& big_size, const Sizes& kernel,
+                        const Sizes& stride, const Sizes& padding, const Sizes& dilation,
+                        int64_t rank, ScalarType out_dtype) {
   const Convolution conv =
       convolution_of(kOp, batch, small_size, big_size, kernel, stride, padding, dilation);
   const Tile tile = tile_of(rank, kernel.size());

@@ -105,7 +105,8 @@ struct Fold {
   int64_t channels;
 };
 
-/// Sixteen elements of n tiles, an array each, to the kept sums of their transform, divided by 16, half up.
+/// Sixteen elements of n tiles, an array each, to the kept sums of their transform, divided by 16,
+/// half up.
 struct Tiles {
   const int8_t* elements[16];
   int64_t n;

@@ -242,7 +242,8 @@ __device__ inline void quantize_kept(float (&v)[kOrder], float reciprocal, uint3
 
 template <class T, int kColumnsMode, bool kStochastic>
 __device__ void columns_quantize(const QuantizeTask& task, Tile<T>& tile,
-                                 const Reciprocals<T>& scales, int64_t first, uint32_t first_block) {
+                                 const Reciprocals<T>& scales, int64_t first,
+                                 uint32_t first_block) {
   constexpr int kPer = Tile<T>::kPerThread;
   constexpr int kChunk = kColumnsMode == kLowPass8 ? 8 : 16;
   using Out = Transposed<kChunk, Tile<T>::kColumns>;

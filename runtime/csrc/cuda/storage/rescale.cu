@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreads) grids_kernel(const __grid_constant__
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
       if (c < columns)
-        bound[c] = max_nan(
-            bound[c], __fmul_rn(magnitude(task, (first + c) * task.tiles + tile), peak));
+        bound[c] =
+            max_nan(bound[c], __fmul_rn(magnitude(task, (first + c) * task.tiles + tile), peak));
   }
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
