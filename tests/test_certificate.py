@@ -11,6 +11,7 @@ import hot_compile
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.observing.evidence import Spread, Trace, judged
+from hot_compile.passes.measure.stored import LOST
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = torch.linspace(-1, 1, 4001)
@@ -54,10 +55,19 @@ def test_a_bias_below_the_noise_is_seen_and_not_excused():
     assert not trace.fault(0.2)
 
 
-def test_what_is_not_finite_is_no_look():
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_a_gradient_that_is_not_finite_is_lost(value):
     trace = Trace()
-    assert not trace.add(torch.tensor([float("nan")]), torch.ones(1))
-    assert not trace.add(torch.ones(1), torch.zeros(1))
+    assert trace.add(torch.tensor([value]), torch.ones(1))
+    assert trace.error == LOST
+    assert trace.error > trace.limit(0.3)
+    assert trace.looks == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_where_exact_is_not_finite_or_zero_there_is_no_look(value):
+    trace = Trace()
+    assert not trace.add(torch.ones(1), torch.tensor([value]))
     assert trace.looks == 0
 
 
