@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from samples_cancelling import CASES, critic, mlp, near_pairs
+from samples_looks import looks_stay_below_a_gpus_peak
 from samples_models import Busy
 from torch import nn
 
@@ -358,26 +359,19 @@ def test_one_acceptance_a_step_however_often_it_is_compiled():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_looks_do_not_raise_a_gpus_peak(dtype):
     """An exact step takes twice as much: it is cut into stretches."""
-    peaks = {}
-    for accept in ("off", "auto"):
-        torch._dynamo.reset()
+
+    def make(accept):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(512, 8, 2048, 0.0, F.gelu, batch_first=True)
         model = nn.TransformerEncoder(layer, 8).cuda()
         step = compiled(model, lower=True, accept=accept)
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
-            with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
-                loss = step(torch.randn(64, 128, 512, device="cuda")).float().square().mean()
-            loss.backward()
-            model.zero_grad()
-        peaks[accept] = torch.cuda.max_memory_allocated()
-        if accept == "auto":
-            found = hot_compile.certificate(step)
-            assert not found.unseen
-            assert len(found.looks) == 2
-            assert found.errors.worst < 0.2
-    assert peaks["auto"] < 1.02 * peaks["off"]
+
+        def forward():
+            return step(torch.randn(64, 128, 512, device="cuda")).float().square().mean()
+
+        return model, step, forward
+
+    looks_stay_below_a_gpus_peak(make, dtype)
 
 
 @pytest.mark.gpu

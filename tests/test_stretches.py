@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from samples_looks import looks_stay_below_a_gpus_peak
 from torch import nn
 
 import hot_compile
@@ -292,26 +293,17 @@ def test_looks_take_what_steps_do_and_what_is_free_if_asked(
 @pytest.mark.parametrize("dropped", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_looks_at_a_language_model_do_not_raise_a_gpus_peak(dtype, dropped):
-    peaks = {}
-    for accept in ("off", "auto"):
-        torch._dynamo.reset()
+    def make(accept):
         model = Language(32000, 512, 6, dropped, heads=8).cuda()
         step = compiled(model, lower=True, accept=accept, head_min_bytes=2**25)
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
+
+        def forward():
             x = tokens(32000, "cuda", (8, 512))
-            with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
-                loss = step(x, x)
-            loss.backward()
-            model.zero_grad()
-        peaks[accept] = torch.cuda.max_memory_allocated()
-        if accept == "auto":
-            found = hot_compile.certificate(step)
-            assert not found.unseen
-            assert len(found.looks) == 2
-            assert found.errors.worst < 0.2
-        del model, step, loss
-    assert peaks["auto"] < 1.02 * peaks["off"]
+            return step(x, x)
+
+        return model, step, forward
+
+    looks_stay_below_a_gpus_peak(make, dtype)
 
 
 @pytest.mark.gpu
