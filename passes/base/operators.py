@@ -107,14 +107,6 @@ LINEAR_IN_GRADIENT = {
     aten.neg.default,
 }
 """Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
-
-JUMPS = {
-    *(getattr(aten, name).default for name in ("floor", "ceil", "round", "trunc", "frac")),
-    aten.remainder.Scalar,
-    aten.fmod.Scalar,
-    aten.round.decimals,
-}
-"""They turn the smallest error into a whole step."""
 BOUNDED = {
     aten.tanh.default,
     aten.sigmoid.default,

@@ -245,15 +245,6 @@ def linear_in_one(target, args, kwargs):
     return any(linear_in(n, target, args, kwargs) for n in range(3))
 
 
-def jumps(target, args, kwargs):
-    """A step of the least size, somewhere between 0.1 and 2.1, moves a result by about one."""
-    x = torch.linspace(0.1, 2.1, 4001, dtype=torch.float64)
-    args = (x, *((1.0,) if "Scalar" in str(target) else ()))
-    kwargs = {"decimals": 0} if "decimals" in str(target) else {}
-    (got,) = result(target, args, kwargs)
-    return bool((got.diff().abs() > 0.9).any())
-
-
 def bounded(target, args, kwargs):
     """A thousand times as much makes no more of it."""
     weights = any(name in str(target) for name in ("layer_norm", "group_norm"))
@@ -286,7 +277,6 @@ CLAIMS = {
     "SCALED": linear_in_first,
     "ADDITIVE": linear_in_first,
     "LINEAR_IN_GRADIENT": linear_in_one,
-    "JUMPS": jumps,
     "BOUNDED": bounded,
 }
 
