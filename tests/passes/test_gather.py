@@ -301,8 +301,8 @@ def test_lowered_steps_are_the_same(device, dynamic, options):
     if device == "cpu" or not dynamic:
         assert_same(got, want)
     # a GPU's reductions over symbolic sizes add up in another order beside other neighbours, after
-    # which a few numbers have another INT8 code
-    close = 2e-3 if "forward" in options else 1e-5
+    # which a few numbers have another INT8 code (1.2e-3 was seen; a code is 1/127 of its absmax)
+    close = 1e-5 if device == "cpu" and "forward" not in options else 2e-3
     for mine, theirs in zip(got, want, strict=True):
         assert (mine - theirs).norm() <= close * theirs.norm()
 
