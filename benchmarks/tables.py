@@ -7,7 +7,6 @@ derived here only.
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from fidelity_forwards import eight_bits, forwards, scores
 Document = dict[str, Any]
 Raw = dict[str, Any]
 Lines = list[tuple[str, ...]]
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 STOCK, TORCH, CHECKPOINTED = "exact", "torch:", "checkpointed"
 """Configurations of ``budget.py``: stock as it is, with torch's own budget, with checkpoints."""
 NAMES = {
@@ -36,8 +35,6 @@ NAMES = {
     "swin-t-128": "Swin-T, batch 128",
     "bert": "BERT, masked words, 32 × 512",
 }
-ONE_READ = "quantize_one_read"
-"""What was called ``quantize_shared`` when it was measured."""
 
 
 def times(ratio: float) -> str:
@@ -131,24 +128,6 @@ def budgets(documents: list[Document]) -> Lines:
     return made
 
 
-def training(documents: list[Document]) -> Lines:
-    """``step.py``: times and bytes, each also against the model's first row."""
-    head = ("model", "configuration", "ms a step", "faster", "GiB held", "smaller")
-    made: Lines = [(*head, "GiB peak", "smaller")]
-    for document in documents:
-        told, first = document["arguments"], document["rows"][0]
-        last = ", channels last" if told.get("channels_last") else ""
-        title = f"{told['model']}, batch {told['batch']}, {told['dtype']}{last}"
-        for row in document["rows"]:
-            cells = [title if row is first else "", row["config"], f"{row['step_ms']:.1f}"]
-            cells.append("" if row is first else times(first["step_ms"] / row["step_ms"]))
-            for key in ("held_bytes", "peak_bytes"):
-                cells.append(f"{row[key] / GIB:.2f}")
-                cells.append("" if row is first else times(first[key] / max(1, row[key])))
-            made.append(tuple(cells))
-    return made
-
-
 def median(timed: Raw, method: str) -> float:
     """Milliseconds of one of ``layers.py``'s or ``convs.py``'s methods."""
     return statistics.median(timed["rounds"][method]) if "rounds" in timed else timed["ms"][method]
@@ -182,23 +161,6 @@ def _layer(row: Raw) -> str:
     return f"{layer['name']} {row['rows']} × {layer['outputs']} × {layer['inputs']}"
 
 
-def convs(documents: list[Document]) -> Lines:
-    """``convs.py``; the last column is what the cost model predicts."""
-    runs = [(document["arguments"]["title"], document["rows"]) for document in documents]
-    plan = ["plan's int8"]
-    for _, rows in runs:
-        plan += ["", *(times(row["predicted"]) for row in rows), ""]
-    made = speedups((title, [(_conv(row), row) for row in rows]) for title, rows in runs)
-    return [(*line, cell) for line, cell in zip(made, plan, strict=True)]
-
-
-def _conv(row: Raw) -> str:
-    conv = row["layer"]
-    shape = f"{conv['size']}², {conv['inputs']} → {conv['outputs']}"
-    stride = f", stride {conv['stride']}" if conv["stride"] > 1 else ""
-    return f"{conv['name']} {shape}, {conv['kernel']}×{conv['kernel']}{stride}"
-
-
 def heads(documents: list[Document]) -> Lines:
     """``head.py``: times and peaks, each also against stock's."""
     made: Lines = [("model", "returns", "", "ms", "speed", "MiB peak", "of stock's")]
@@ -214,74 +176,6 @@ def _head(row: Raw, stock: Raw) -> tuple[str, ...]:
     speed, size = stock["best_ms"] / row["best_ms"], row["peak_bytes"] / stock["peak_bytes"]
     against = ("", "") if row is stock else (times(speed), f"{size:.2f}")
     return f"{row['best_ms']:.1f}", against[0], f"{row['peak_bytes'] / MIB:.0f}", against[1]
-
-
-def rate(row: Raw, copy: float) -> str:
-    """Microseconds, and bytes a second as a share of a copy's."""
-    share = row["bytes_needed"] / row["microseconds"] * 1e6 / copy
-    return f"{row['microseconds']:.0f} µs, {100 * share:.0f} %"
-
-
-def transforms(documents: list[Document]) -> Lines:
-    """``kernels.py``: operators by shape; of operators that several files have, the last one's."""
-    found: dict[str, dict[str, str]] = {}
-    for document in documents:
-        for row in document["transforms"]:
-            name = re.sub(r" \([xW]\)$", "", row["name"].replace("quantize_shared", ONE_READ))
-            shape = f"{row['rows']} × {row['columns']}"
-            shape = shape if row["dtype"] == "bfloat16" else f"{shape}, {row['dtype']}"
-            found.setdefault(name, {})[shape] = rate(row, document["copy_bytes_per_second"])
-    shapes = list(dict.fromkeys(shape for cells in found.values() for shape in cells))
-    rows = [(name, *(cells.get(s, "") for s in shapes)) for name, cells in sorted(found.items())]
-    return [("operator", *shapes), *rows]
-
-
-def distributions(documents: list[Document]) -> Lines:
-    """``distributions.py``: errors of g_x / g_w, and of what storage makes of such a tensor."""
-    rows = [row for document in documents for row in document["rows"]]
-    kinds = [key for key in rows[0] if key not in ("distribution", "outputs")]
-    made: Lines = [("distribution", "outputs", *kinds)]
-    for row in rows:
-        cells = (row[kind] if isinstance(row[kind], list) else [row[kind]] for kind in kinds)
-        texts = (" / ".join(f"{e:.3f}" for e in errors) for errors in cells)
-        made.append((row["distribution"], str(row["outputs"]), *texts))
-    return made
-
-
-def products(documents: list[Document]) -> Lines:
-    """``kernels.py``: integer products with bf16 output."""
-    made: Lines = [("product", "M × N × K", "µs", "Tops/s", "torch.mm bf16", "faster")]
-    for row in (row for document in documents for row in document["products"]):
-        ours, theirs = row["microseconds"]["bf16"], row["microseconds"]["torch.mm"]
-        ops = 2 * math.prod(row["shape"]) / ours / 1e6
-        shape = " × ".join(map(str, row["shape"]))
-        speed = (f"{ours:.0f}", f"{ops:.0f}", f"{theirs:.0f}", times(theirs / ours))
-        made.append((row["name"], shape, *speed))
-    return made
-
-
-def packing(documents: list[Document]) -> Lines:
-    """``packing.py``: ways of storing, with rates against a copy's."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for document in documents:
-        copy = document["arguments"]["copy_bytes_per_second"]
-        for row in document["rows"]:
-            width = f"width {row['width']}"
-            found.setdefault((row["what"], row["way"]), {})[width] = rate(row, copy)
-    widths = list(dict.fromkeys(width for cells in found.values() for width in cells))
-    return [("", "", *widths), *((*way, *cells.values()) for way, cells in found.items())]
-
-
-def monitoring(documents: list[Document]) -> Lines:
-    """``monitor.py``: usual and watched steps, and the share of time at N steps a watched one."""
-    made: Lines = [("", "usual step, ms", "watched step, ms", "share at N = 100", "500", "1000")]
-    for document in documents:
-        (row,) = document["rows"]
-        usual, watched = row["usual_ms"], row["watched_ms"]
-        shares = (f"{100 * (watched - usual) / (n * usual):.2f} %" for n in (100, 500, 1000))
-        dtype = document["arguments"].get("dtype", "fp32")
-        made.append((dtype, f"{usual:.1f}", f"{watched:.1f}", *shares))
-    return made
 
 
 def cold_compilation(documents: list[Document]) -> Lines:
@@ -300,35 +194,10 @@ def cold_compilation(documents: list[Document]) -> Lines:
     return made
 
 
-def pretraining(documents: list[Document]) -> Lines:
-    """``pretrain.py``: held-out losses at steps that all runs were asked at, and at the end."""
-    runs = [row for document in documents for row in document["rows"]]
-    losses = [{at[0]: at[2] for at in run["curve"]} for run in runs]
-    asked = sorted(set.intersection(*map(set, losses)))
-    chosen, last = list(dict.fromkeys((*asked[1:3], asked[-1]))), asked[-1]
-    head = ("configuration", *(f"after {step}" for step in chosen), "beside the first")
-    made: Lines = [(*head, "at the end", "right", "ms a step", "MiB peak")]
-    for run, loss in zip(runs, losses, strict=True):
-        share = f"{100 * (loss[last] / losses[0][last] - 1):+.1f} %"
-        made.append(
-            (
-                run["config"],
-                *(f"{loss[step]:.4f}" for step in chosen),
-                "" if run is runs[0] else share,
-                f"{run['curve'][-1][2]:.4f} ({run['curve'][-1][0]})",
-                "" if math.isnan(run["score"]) else f"{run['score']:.4f}",
-                f"{run['step_ms']:.1f}",
-                f"{run['peak_bytes'] / MIB:.0f}",
-            )
-        )
-    return made
-
-
 TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     table.__name__: table
     for table in (
-        *(steps, budgets, training, layers, convs, heads),
-        *(transforms, products, distributions, packing, monitoring, pretraining),
-        *(eight_bits, forwards, scores, cold_compilation),
+        *(steps, budgets, layers, heads, cold_compilation),
+        *(eight_bits, forwards, scores),
     )
 }

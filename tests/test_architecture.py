@@ -188,7 +188,6 @@ ELSEWHERE = {
     "test_memory": "accounting",
     "test_guarantee": "again reproduction hooks",
     "test_head_models": "detached_logits frameworks",
-    "test_one_read": "distributions",
     "test_trainers": "integrations/accelerate",
     "test_calibration": "observing/collector profile/profile",
     "test_acceptance": "observing/eager base/files",

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples_distributions import DISTRIBUTIONS
 from test_properties import matrices, quick
 from test_providers import check_sums
 
 from hot_compile.config import Strategy
-from hot_compile.distributions import DISTRIBUTIONS
 from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.runtime import reference
 from hot_compile.runtime.reference.arithmetic import hadamard

@@ -1,4 +1,4 @@
-"""Gradients as they come, and not only Gaussian: for the tests of quantisers, and for their table.
+"""Gradients as they come, and not only Gaussian: for the tests of quantisers.
 
 Each function takes (rows, outputs) and gives a grad_output, fp32 [rows, outputs].
 """
