@@ -1,18 +1,16 @@
 """Models of every family, a few steps of training each: gradients beside exact ones, and bytes.
 
-    python benchmarks/zoo.py run                      # one of every module of timm, and
-                                                  # transformers', diffusers'
-    python benchmarks/zoo.py run --only 'swin*,bert'  # some of them
-    python benchmarks/zoo.py page                     # docs/measured/zoo.md from the results
+    python benchmarks/zoo.py run                      # one of every module of timm, every
+                                                      # architecture of transformers, and more
+    python benchmarks/zoo.py run --only 'timm:swin*,*:bert'       # some of them
     python benchmarks/zoo.py run --device cuda --jobs 14 --budget-seconds 480
-    python benchmarks/zoo.py page --device cuda       # likewise, a page of its own
+    python benchmarks/zoo.py page --device cuda       # the page's table from the results
 
 Each model trains some steps of SGD by eager PyTorch, so that its gradients are not those of an
 initialisation; then one step by "hot" is compared with eager's from the same weights. Dropout is
-off: masks would differ. On a CPU models are small, options default but for ``min_gain=0`` (small
-models would not pay), and graphs run uncompiled, which takes seconds a model, unless ``--lower``
-has Inductor compile them (``zoo_compare.py``). On a GPU they are as wide as people train them
-(``zoo_wide.py``), compiled, and timed beside stock one after the other (``zoo_device.py``).
+off: masks would differ. On a CPU graphs run uncompiled, with ``min_gain=0``, unless ``--lower`` has
+Inductor compile them. On a GPU, or with ``--lower``, they are timed beside stock, one after the
+other (``zoo_measure.py``).
 
 Results are added to a file line by line: what is there already is not run again, a process that
 dies costs one model, and what time cuts short is begun anew by the next run.
@@ -35,48 +33,24 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from zoo_compare import Result, compared
-from zoo_device import OF_MEMORY, DeviceResult, measured
-from zoo_models import Built
-from zoo_models import every_model as plain_models
-from zoo_more import more_models
-from zoo_page import cpu_page, device_page
-from zoo_wide import wide_models
+from zoo_measure import OF_MEMORY, Result, measured
+from zoo_models import Built, every_model
+from zoo_page import filled
 
 ROOT = Path(__file__).parent.parent
 LEAST = 60
 """Seconds that must be left for another model to be begun."""
 app = typer.Typer(help=__doc__, add_completion=False)
 console = Console()
-Device = Annotated[str, typer.Option(help="cpu, or cuda: true widths, beside stock")]
-Wide = Annotated[bool, typer.Option(help="on a CPU, too, as on a GPU but in fp32")]
+Device = Annotated[str, typer.Option(help="cpu, or cuda: compiled, beside stock")]
 
 
-def every_model(wide: bool = False) -> dict[str, Callable[[], Built]]:
-    """By name: how each is built."""
-    if not wide:
-        return {**plain_models(), **more_models()}
-    drawing = {n: make for n, make in more_models().items() if n.startswith("diffusers:")}
-    return _in_turns({**wide_models(), **drawing})
-
-
-def _in_turns(models: dict[str, Callable[[], Built]]) -> dict[str, Callable[[], Built]]:
-    """One of each library after the other, so that what is cut short has some of all."""
-    places: dict[str, int] = {}
-    order = {}
-    for name in models:
-        library = name.split(":")[0]
-        order[name] = places[library] = places.get(library, 0) + 1
-    return {name: models[name] for name in sorted(models, key=lambda n: order[n])}
-
-
-def known(path: Path, kind: type[Result] = Result) -> dict[str, Any]:
+def known(path: Path) -> dict[str, Result]:
     """Results of an earlier run, by name; what lacked memory is none."""
     if not path.exists():
         return {}
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
-    rows = [row for row in rows if "name" in row and OF_MEMORY not in row["error"]]
-    return {row["name"]: kind(**row) for row in rows}
+    return {row["name"]: Result(**row) for row in rows if OF_MEMORY not in row["error"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +58,9 @@ class Setting:
     """How models are run."""
 
     device: torch.device
-    wide: bool
     lower: bool
     out: Path
     tree: str
-
-    def results(self) -> dict[str, Any]:
-        """Those that there are."""
-        return known(self.out, DeviceResult if self.wide else Result)
 
     def write(self, result: Result) -> None:
         """Add a line to the file, and one to the terminal."""
@@ -108,16 +77,13 @@ class Setting:
         os.dup2(log.fileno(), 2)
         torch.set_num_threads(threads)
         torch._inductor.config.compile_threads = threads
-        result = self._tried(name, every_model(self.wide)[name])
+        result = self._tried(name, every_model()[name])
         os.dup2(told, 1)
         self.write(result)
 
     def _tried(self, name: str, make: Callable[[], Built]) -> Result:
         try:
-            if self.wide:
-                return measured(name, make, self.device, self.out.with_suffix(".lock"))
-            torch.manual_seed(0)
-            return compared(name, make(), self.lower)
+            return measured(name, make, self.device, self.lower, self.out.with_suffix(".lock"))
         except Exception as error:
             traceback.print_exc()
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -129,7 +95,6 @@ class Setting:
 def run(
     only: Annotated[str, typer.Option(help="names or globs, with commas")] = "*",
     device: Device = "cpu",
-    wide: Wide = False,
     lower: Annotated[bool, typer.Option(help="on a CPU: compile by Inductor")] = False,
     out: Annotated[Path | None, typer.Option(help="results, one a line")] = None,
     seconds: Annotated[int, typer.Option(help="the most that one model may take")] = 300,
@@ -139,10 +104,9 @@ def run(
     """Run what has no result yet, each model in a process of its own."""
     end = time.monotonic() + budget_seconds
     where = torch.device(device)
-    wide = wide or where.type != "cpu"
-    setting = Setting(where, wide, lower, out or _results(where, wide), _commit())
+    setting = Setting(where, lower or where.type != "cpu", out or _results(where), _commit())
     setting.out.parent.mkdir(parents=True, exist_ok=True)
-    models, done = every_model(wide), setting.results()
+    models, done = every_model(), known(setting.out)
     wanted = {n: m for n, m in models.items() if any(fnmatchcase(n, g) for g in only.split(","))}
     if not wanted:
         raise typer.BadParameter(f"got --only {only!r}; it matches none of {list(models)}")
@@ -190,8 +154,8 @@ def _start_method(device: torch.device) -> str:
     return "spawn" if trial.exitcode else "fork"
 
 
-def _results(device: torch.device, wide: bool) -> Path:
-    return ROOT / "out" / (f"zoo_{device.type}.jsonl" if wide else "zoo.jsonl")
+def _results(device: torch.device) -> Path:
+    return ROOT / "out" / f"zoo_{device.type}.jsonl"
 
 
 def _commit() -> str:
@@ -213,7 +177,7 @@ def _line(r: Result) -> str:
         f"{r.uncompressed / 1e6:7.1f} MB  cosines {r.worst:.3f} {r.percentile:.3f} {r.median:.4f}"
         f"  {r.seconds:4.0f} s"
     )
-    if not isinstance(r, DeviceResult) or not r.stock_ms:
+    if not r.stock_ms:
         return said
     return f"{said}  {r.hot_ms:.1f} of {r.stock_ms:.1f} ms, peak {r.hot_peak / r.stock_peak:.2f}"
 
@@ -221,21 +185,15 @@ def _line(r: Result) -> str:
 @app.command()
 def page(
     results: Annotated[Path | None, typer.Option(help="what run wrote")] = None,
-    out: Annotated[Path | None, typer.Option(help="the page")] = None,
+    out: Annotated[Path | None, typer.Option(help="the page, with a place for its table")] = None,
     device: Device = "cpu",
-    wide: Wide = False,
 ) -> None:
-    """Write the page of docs from the results."""
+    """Fill the table of a page of docs from the results."""
     where = torch.device(device)
-    wide = wide or where.type != "cpu"
-    rows = known(results or _results(where, wide), DeviceResult if wide else Result).values()
-    text = device_page(list(rows)) if wide else cpu_page(list(rows), len(every_model()))
-    name = f"zoo_{where.type}.md" if wide else "zoo.md"
-    out = out or ROOT / "docs" / "measured" / name
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text)
-    failed = sum(bool(row.error) for row in rows)
-    console.print(f"{out}: {len(rows) - failed} models, {failed} not run", markup=False)
+    rows = list(known(results or _results(where)).values())
+    out = out or ROOT / "docs" / "measured" / ("zoo.md" if where.type == "cpu" else "zoo_cuda.md")
+    out.write_text(filled(out.read_text(), rows))
+    console.print(f"{out}: {len(rows)} models", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,32 @@
-"""Small models of every family: one of each module of timm, and transformers by configuration."""
+"""Models of true widths and cut depths, found by asking the libraries what they have.
+
+One small model of each module of timm; each architecture of transformers that words, images or
+sound can train without more ado, by its default configuration; and ``zoo_others``. Tensors are made
+on the default device, fewer of them on a CPU.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-BATCH, TOKENS, WORDS, CLASSES = 2, 64, 211, 10
+WORDS, CLASSES = 8192, 10
+SCANNED = 32
+"""Tokens of state-space models, whose steps a compiler unrolls."""
+MOST = 250_000_000
+"""Parameters: some fourteen models share a device."""
 SMALL = (
     "atto", "femto", "pico", "nano", "_xx", "_t0", "_b0", "_m0", "_s0", "tiny", "_ti_", "_t",
     "mini", "small", "xs", "_s", "test_",
 )  # fmt: skip
 """Parts of names by which timm's small models are found, the smallest first."""
-
 BESIDE = ("deit3_small_patch16_224", "swinv2_cr_tiny_224")
 """Others of timm that were once found wanting."""
 
@@ -29,17 +39,41 @@ class Built:
     loss: Callable[[Any], Tensor]
 
 
-def every_model() -> dict[str, Callable[[], Built]]:
-    """By name: how each is built."""
-    import timm
+Models = dict[str, Callable[[], Built]]
 
-    found: dict[str, Callable[[], Built]] = {}
-    for module in timm.list_modules():
-        names = timm.list_models(module=module)
-        if names:
-            found[f"timm:{module}"] = functools.partial(image_model, smallest(names))
-    found |= {f"timm:{n}": functools.partial(image_model, n) for n in BESIDE}
-    return {**found, **{f"transformers:{n}": f for n, f in TRANSFORMERS.items()}}
+_LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+    "num_decoder_layers", "num_encoder_layers", "num_hidden_groups", "n_head_layers",
+)  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NARROWER: Mapping[str, int] = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 704,
+    "n_embd": 1024, "n_head": 16,
+}  # fmt: skip
+"""For what is larger than ``MOST`` as it is."""
+_TIMM: tuple[dict[str, Any], ...] = (
+    {"depth": 2}, {"depths": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1)}, {"depths": (1, 1, 1)}, {},
+)  # fmt: skip
+
+
+def every_model() -> Models:
+    """By name: how each is built. What is not installed is left out; libraries take turns, so that
+    what is cut short has some of all.
+    """
+    from zoo_others import OTHERS
+
+    found: dict[tuple[int, str], Callable[[], Built]] = {}
+    for library, models in {"timm": _timm, "transformers": _transformers, **OTHERS}.items():
+        if importlib.util.find_spec(library):
+            named = enumerate(models())
+            found |= {(place, f"{library}:{name}"): make for place, (name, make) in named}
+    return {key[1]: found[key] for key in sorted(found, key=lambda key: key[0])}
+
+
+def scale() -> tuple[int, int]:
+    """(samples, tokens of each) on the default device."""
+    return (8, 256) if torch.get_default_device().type == "cuda" else (2, 64)
 
 
 def smallest(names: list[str]) -> str:
@@ -60,97 +94,173 @@ def still(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def image_model(name: str) -> Built:
-    """A timm model on random images, with cross entropy outside of the graph."""
-    import timm
-
-    model = still(timm.create_model(name, num_classes=CLASSES))
-    size = model.default_cfg["input_size"]
-    x, y = torch.randn(BATCH, *size), torch.arange(BATCH) % CLASSES
-
-    return Built(model, lambda m: images_loss(m(x), y))
-
-
 def images_loss(out: Any, y: Tensor) -> Tensor:
     """Cross entropy of logits, or of several heads' on average."""
     outs = out if isinstance(out, (tuple, list)) else (out,)
     return torch.stack([nn.functional.cross_entropy(o, y) for o in outs]).mean()
 
 
-def configured(
-    kind: str, config: str, inputs: Callable[[], dict[str, Any]], **settings: Any
-) -> Built:
-    """A model of transformers by its configuration, with its own loss."""
+def first_that_runs(builders: Iterator[Callable[[], Built]]) -> Built:
+    """The first that can be built and has a loss; else the last one's error."""
+    error: Exception | None = None
+    for build in builders:
+        try:
+            built = build()
+            with torch.no_grad():
+                built.loss(built.model)
+        except Exception as failed:
+            error = failed
+            continue
+        if sum(p.numel() for p in built.model.parameters()) <= MOST:
+            return built
+        error = ValueError(f"more than {MOST:,} parameters even cut")
+    assert error is not None
+    raise error
+
+
+def _timm() -> Iterator[tuple[str, Callable[[], Built]]]:
+    import timm
+
+    for module in timm.list_modules():
+        if names := timm.list_models(module=module):
+            yield module, functools.partial(_image_model, smallest(names))
+    yield from ((name, functools.partial(_image_model, name)) for name in BESIDE)
+
+
+def _image_model(name: str) -> Built:
+    import timm
+
+    def build(cut: dict[str, Any]) -> Built:
+        model = still(timm.create_model(name, num_classes=CLASSES, **cut))
+        return classifier(model, torch.randn(scale()[0], *model.default_cfg["input_size"]))
+
+    return first_that_runs(functools.partial(build, cut) for cut in _TIMM)
+
+
+def classifier(model: nn.Module, *inputs: Tensor) -> Built:
+    y = torch.arange(len(inputs[0])) % CLASSES
+    return Built(model, lambda m: images_loss(m(*inputs), y))
+
+
+def _transformers() -> Iterator[tuple[str, Callable[[], Built]]]:
+    from transformers.models.auto import modeling_auto
+
+    seen: set[str] = set()
+    for kind, inputs in _INPUTS.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
+        for name, model in names.items():
+            chosen = model[0] if isinstance(model, (tuple, list)) else model
+            if name not in seen and not chosen.endswith("Backbone"):
+                seen.add(name)
+                yield name, functools.partial(_configured, name, chosen, inputs)
+
+
+def _configured(name: str, kind: str, inputs: Callable[[Any], dict[str, Any]]) -> Built:
+    """An architecture of transformers by its default configuration, cut."""
     import transformers
 
-    made = getattr(transformers, config)(**settings)
-    for name in vars(made):
-        if "dropout" in name and isinstance(getattr(made, name), float):
-            setattr(made, name, 0.0)
-    model, given = still(getattr(transformers, kind)(made)), inputs()
-    return Built(model, lambda m: m(**given).loss)
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
+    model = getattr(transformers, kind)
+
+    def build(narrower: Mapping[str, int]) -> Built:
+        made = _cut(config, narrower)
+        made.use_cache = False
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model(made).parameters())
+        if size > MOST:
+            raise ValueError(f"{size:,} parameters even cut; at most {MOST:,} are tried")
+        given = inputs(made)
+        return Built(still(model(made)), lambda m: m(**given).loss)
+
+    return first_that_runs(functools.partial(build, n) for n in ({}, _NARROWER))
 
 
-def text() -> dict[str, Tensor]:
-    """Words, to be predicted."""
-    ids = torch.randint(3, WORDS, (BATCH, TOKENS))
+def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
+    """A configuration of two layers, few experts and words, without dropout; so its parts'."""
+    has = {n: p.default for n, p in inspect.signature(config.__init__).parameters.items()}
+    given: dict[str, Any] = {n: 2 for n in _LAYERS if isinstance(has.get(n), int)}
+    given |= {n: min(8, has[n]) for n in _EXPERTS if isinstance(has.get(n), int)}
+    given |= {n: min(v, has[n]) for n, v in narrower.items() if isinstance(has.get(n), int)}
+    given |= {n: 0.0 for n, v in has.items() if "drop" in n and isinstance(v, float)}
+    given |= {n: 1 for n, v in has.items() if n.endswith("_token_id") and _beyond(v)}
+    if isinstance(has.get("depths"), (list, tuple)):
+        given["depths"] = [1] * len(has["depths"])
+    if isinstance(has.get("vocab_size"), int):
+        given["vocab_size"] = min(WORDS, has["vocab_size"])
+    for part, kind in getattr(config, "sub_configs", {}).items():
+        if part in has and hasattr(kind, "sub_configs"):
+            given[part] = _cut(kind, narrower)
+    return config(**given)
+
+
+def _beyond(token: object) -> bool:
+    return isinstance(token, int) and token >= WORDS
+
+
+def _words(config: Any) -> Tensor:
+    told = config.get_text_config()
+    scans = any(hasattr(told, n) for n in ("state_size", "mamba_d_state", "mamba_expand", "conv_L"))
+    batch, most = scale()
+    known = getattr(told, "max_position_embeddings", None) or 2 * most
+    tokens = SCANNED if scans else min(most, known // 2)
+    return torch.randint(3, told.vocab_size - 1, (batch, tokens))
+
+
+def _text(config: Any) -> dict[str, Any]:
+    ids = _words(config)
     return {"input_ids": ids, "labels": ids}
 
 
-BLOCKS = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+def _seq2seq(config: Any) -> dict[str, Any]:
+    return {"input_ids": _words(config), "labels": _words(config)}
+
+
+def _pixels(config: Any, *lead: int) -> Tensor:
+    side = getattr(config, "image_size", None) or 224
+    height, width = side if isinstance(side, (list, tuple)) else (side, side)
+    return torch.randn(*(lead or (scale()[0],)), getattr(config, "num_channels", 3), height, width)
+
+
+def _picture(config: Any) -> dict[str, Any]:
+    return {"pixel_values": _pixels(config), "labels": torch.arange(scale()[0]) % 2}
+
+
+def _map(config: Any) -> dict[str, Any]:
+    pixels = _pixels(config)
+    return {"pixel_values": pixels, "labels": torch.randint(2, (scale()[0], *pixels.shape[-2:]))}
+
+
+def _film(config: Any) -> dict[str, Any]:
+    frames = getattr(config, "num_frames", 8)
+    return {"pixel_values": _pixels(config, 2, frames), "labels": torch.arange(2)}
+
+
+def _sound(config: Any) -> dict[str, Any]:
+    labels = torch.randint(1, 30, (2, 20))
+    return {"input_values": torch.randn(2, 32000), "labels": labels}
+
+
+def _heard(config: Any) -> dict[str, Any]:
+    return {"input_values": torch.randn(2, 32000), "labels": torch.arange(2)}
+
+
+def _spoken(config: Any) -> dict[str, Any]:
+    frames = 2 * getattr(config, "max_source_positions", 1500)
+    features = torch.randn(2, getattr(config, "num_mel_bins", 80), frames)
+    return {"input_features": features, "labels": torch.randint(3, WORDS, (2, 32))}
+
+
+def _pair(config: Any) -> dict[str, Any]:
+    ids = torch.randint(3, WORDS - 1, (scale()[0], 32))
+    ids[:, -1] = getattr(config.text_config, "eos_token_id", None) or WORDS - 1
+    pixels = _pixels(config.vision_config)
+    return {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
+
+
+_INPUTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "CAUSAL_LM": _text, "MASKED_LM": _text, "SEQ_TO_SEQ_CAUSAL_LM": _seq2seq,
+    "IMAGE_CLASSIFICATION": _picture, "CTC": _sound, "SPEECH_SEQ_2_SEQ": _spoken,
+    "ZERO_SHOT_IMAGE_CLASSIFICATION": _pair, "SEMANTIC_SEGMENTATION": _map,
+    "VIDEO_CLASSIFICATION": _film, "AUDIO_CLASSIFICATION": _heard,
 }  # fmt: skip
-TEXT = BLOCKS | {"vocab_size": WORDS, "max_position_embeddings": TOKENS}
-GPT2 = {"vocab_size": WORDS, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": TOKENS,
-        "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-T5 = {"vocab_size": WORDS, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2,
-      "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
-ENCODER_DECODER = {
-    "vocab_size": WORDS, "d_model": 128, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256,
-    "decoder_ffn_dim": 256, "max_position_embeddings": TOKENS, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
-_LLAMA = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_BERT = TEXT | {"max_position_embeddings": 2 * TOKENS, "pad_token_id": 0}
-
-
-def _text(kind: str, config: str, **settings: Any) -> Callable[[], Built]:
-    return functools.partial(configured, kind, config, text, **settings)
-
-
-TRANSFORMERS: dict[str, Callable[[], Built]] = {
-    "gpt2": _text("GPT2LMHeadModel", "GPT2Config", **GPT2),
-    "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", **_BERT),
-    "llama": _text("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
-    "mistral": _text("MistralForCausalLM", "MistralConfig", **_LLAMA),
-    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA),
-    "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=32),
-    "gemma2": _text("Gemma2ForCausalLM", "Gemma2Config", **_LLAMA, head_dim=32),
-    "phi3": _text("Phi3ForCausalLM", "Phi3Config", **_LLAMA),
-    "olmo2": _text("Olmo2ForCausalLM", "Olmo2Config", **_LLAMA),
-    "cohere": _text("CohereForCausalLM", "CohereConfig", **_LLAMA),
-    "falcon": _text("FalconForCausalLM", "FalconConfig", vocab_size=WORDS, hidden_size=128,
-                    num_hidden_layers=2, num_attention_heads=4, bos_token_id=1,
-                    eos_token_id=2),
-    "bloom": _text("BloomForCausalLM", "BloomConfig", vocab_size=WORDS, hidden_size=128,
-                   n_layer=2, n_head=4),
-    "opt": _text("OPTForCausalLM", "OPTConfig", vocab_size=WORDS, hidden_size=128, ffn_dim=256,
-                 word_embed_proj_dim=128, num_hidden_layers=2, num_attention_heads=4,
-                 max_position_embeddings=TOKENS, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-    "mixtral": _text("MixtralForCausalLM", "MixtralConfig", **_LLAMA, num_local_experts=4),
-    "mamba": _text("MambaForCausalLM", "MambaConfig", vocab_size=WORDS, hidden_size=128,
-                   num_hidden_layers=2, state_size=8),
-    "bert": _text("BertForMaskedLM", "BertConfig", **_BERT),
-    "roberta": _text("RobertaForMaskedLM", "RobertaConfig", **_BERT),
-    "albert": _text("AlbertForMaskedLM", "AlbertConfig", **_BERT, embedding_size=64),
-    "distilbert": _text("DistilBertForMaskedLM", "DistilBertConfig", vocab_size=WORDS, dim=128,
-                        hidden_dim=256, n_layers=2, n_heads=4, max_position_embeddings=TOKENS),
-    "electra": _text("ElectraForMaskedLM", "ElectraConfig", **_BERT, embedding_size=64),
-    "modernbert": _text("ModernBertForMaskedLM", "ModernBertConfig", **_BERT, cls_token_id=1,
-                        sep_token_id=2, bos_token_id=1, eos_token_id=2),
-    "deberta_v2": _text("DebertaV2ForMaskedLM", "DebertaV2Config", **_BERT),
-    "t5": _text("T5ForConditionalGeneration", "T5Config", **T5),
-    "bart": _text("BartForConditionalGeneration", "BartConfig", **ENCODER_DECODER,
-                  forced_eos_token_id=2),
-}  # fmt: skip
+"""What transformers' lists of architectures are trained on."""

@@ -15,10 +15,10 @@ from .record import GraphReport, Reports, run_uncompiled
 
 
 def cosine(got: Tensor, want: Tensor) -> float:
-    """Cosine of the angle between two tensors as vectors, in fp64; 1.0 for two zeros."""
+    """Cosine of the angle between two tensors as vectors, in fp64; 1.0 of zeros, 0.0 of one."""
     a, b = got.double().flatten(), want.double().flatten()
     norms = a.norm() * b.norm()
-    return 1.0 if norms == 0 and torch.equal(a, b) else float(a @ b / norms)
+    return float(torch.equal(a, b)) if norms == 0 else float(a @ b / norms)
 
 
 def sqnr(got: Tensor, want: Tensor) -> float:
