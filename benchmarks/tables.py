@@ -128,37 +128,28 @@ def budgets(documents: list[Document]) -> Lines:
     return made
 
 
-def median(timed: Raw, method: str) -> float:
-    """Milliseconds of one of ``layers.py``'s or ``convs.py``'s methods."""
-    return statistics.median(timed["rounds"][method]) if "rounds" in timed else timed["ms"][method]
-
-
-def speedups(runs: Iterable[tuple[str, list[tuple[str, Raw]]]]) -> Lines:
-    """Of each run a title, then exact's time and every method's gain a layer, then their means."""
+def layers(documents: list[Document]) -> Lines:
+    """``layers.py``: exact's time and every method's gain a layer, then their means, by run."""
     made: Lines = []
-    for title, timed in runs:
-        first = timed[0][1]
-        methods = [name for name in first.get("rounds", first.get("ms")) if name != "exact"]
+    for run in (run for d in documents for run in (d["layers"] if "title" not in d else [d])):
+        methods = [name for name in _medians(run["layers"][0]) if name != "exact"]
         made = made or [("", "exact", *methods)]
-        made.append((f"**{title}**", *[""] * (len(methods) + 1)))
+        made.append((f"**{run['title']}**", *[""] * (len(methods) + 1)))
         gains = []
-        for layer, row in timed:
-            gains.append([median(row, "exact") / median(row, name) for name in methods])
-            made.append((layer, duration(median(row, "exact")), *map(times, gains[-1])))
+        for row in run["layers"]:
+            layer, ms = row["layer"], _medians(row)
+            gains.append([ms["exact"] / ms[name] for name in methods])
+            shape = f"{layer['name']} {row['rows']} × {layer['outputs']} × {layer['inputs']}"
+            made.append((shape, duration(ms["exact"]), *map(times, gains[-1])))
         means = map(statistics.geometric_mean, zip(*gains, strict=True))
         made.append(("geomean", "", *(f"**{times(mean)}**" for mean in means)))
     return made
 
 
-def layers(documents: list[Document]) -> Lines:
-    """``layers.py``; a file may hold several runs."""
-    runs = [run for d in documents for run in (d["layers"] if "title" not in d else [d])]
-    return speedups((run["title"], [(_layer(row), row) for row in run["layers"]]) for run in runs)
-
-
-def _layer(row: Raw) -> str:
-    layer = row["layer"]
-    return f"{layer['name']} {row['rows']} × {layer['outputs']} × {layer['inputs']}"
+def _medians(timed: Raw) -> dict[str, float]:
+    """Milliseconds by method; older files have no rounds."""
+    rounds = timed.get("rounds", {}).items()
+    return {name: statistics.median(each) for name, each in rounds} or timed["ms"]
 
 
 def heads(documents: list[Document]) -> Lines:
