@@ -162,10 +162,15 @@ def _is_image(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == IMAGE_DIMS
 
 
+def is_marked(node: fx.Node) -> bool:
+    """``node``, of the forward, will lie channels last whatever its fake strides say."""
+    return _MARK in node.meta
+
+
 def in_memory(node: fx.Node) -> torch.Tensor:
     """The fake value of ``node`` with the strides that it will have once lowered."""
     value = node.meta["val"]
-    if _MARK not in node.meta:
+    if not is_marked(node):
         return value
     with value.fake_mode:
         return value.contiguous(memory_format=torch.channels_last)

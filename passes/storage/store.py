@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from hot_compile.passes.base.emit import Emitter, refresh
+from hot_compile.passes.base.emit import Emitter, fake_mode, fake_result, refresh
 from hot_compile.passes.base.graph import (
     CHANNEL_DIM,
     aten,
@@ -31,7 +31,7 @@ from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.around import Sample
 from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
-from hot_compile.passes.storage.layout import Layout, in_memory, layout_of
+from hot_compile.passes.storage.layout import Layout, in_memory, is_marked, layout_of
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
@@ -203,12 +203,26 @@ class _Edit:
         views = self._backward.find_nodes(op="call_function", target=aten.view.default)
         for view in views:  # what it reads may have changed its layout; Inductor does the same
             view.target = aten.reshape.default
-        refresh(self._restored)
+        refresh([*self._restored, *self._copied_again()])
         for value in self._restored:
             fold_channel_steps(value)
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+    def _copied_again(self) -> list[fx.Node]:
+        """Copies of images that the backward makes anew, laid out as Inductor lays the forward's.
+
+        It does not heed what a copy asks for there; but of what a convolution's backward reads it
+        heeds the strides, which would be those of the copy.
+        """
+        copies = self._backward.find_nodes(op="call_function", target=aten.clone.default)
+        marked = {node.name for node in self._forward.nodes if is_marked(node)}
+        copies = [copy for copy in copies if copy.name in marked]
+        for copy in copies:
+            copy.update_kwarg("memory_format", torch.channels_last)
+            copy.meta["val"] = fake_result(copy, fake_mode(copy))
+        return copies
 
 
 def _come_behind(node: fx.Node, others: Sequence[fx.Node]) -> None:

@@ -1,5 +1,6 @@
 """Where Inductor lays images out channels last of its own accord, storing follows."""
 
+import dataclasses
 import re
 
 import pytest
@@ -7,8 +8,12 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.graph import aten, walk
+from hot_compile.passes.exact import forms as exact_forms
+from hot_compile.passes.exact import stems
+from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 from hot_compile.passes.storage import layout as layouts
+from hot_compile.passes.storage import store as storing
 from hot_compile.testing import cosine, hot_step
 
 BATCH, CHANNELS, SIZE = 32, 16, 16
@@ -114,3 +119,39 @@ def test_nothing_is_laid_out_twice(step):
     assert set(made) == {f"{CHANNELS * SIZE**2}, 1, {CHANNELS * SIZE}, {CHANNELS}"}
     for parameter, want in zip(net.parameters(), gradients, strict=True):
         assert cosine(parameter.grad, want) > 0.95
+
+
+class Depthwise(nn.Module):
+    """A stem that becomes a dense convolution, and a convolution of each channel behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, CHANNELS, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(CHANNELS)
+        self.depthwise = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS)
+
+    def forward(self, image):
+        return self.depthwise(nn.functional.silu(self.norm(self.stem(image)))).square().mean()
+
+
+def test_a_copy_that_the_backward_makes_again_lies_as_the_forwards(monkeypatch):
+    """Of what a convolution's backward reads Inductor keeps the strides: cuDNN would leave its
+    kernels for images that lie channels last."""
+    read = []
+
+    def spy(forward, backward, *args):
+        done = storing.store(forward, backward, *args)
+        for node in backward.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD):
+            *_, groups, _ = node.args
+            if groups > 1:
+                read.append(node.args[1])
+        return done
+
+    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is stems.replace)
+    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
+    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))
+    monkeypatch.setattr("hot_compile.passes.pipeline.store", spy)
+    hot_step(Depthwise(), torch.randn(BATCH, 3, SIZE, SIZE), options=OPTIONS)
+    (x,) = read
+    assert any(n.target is aten.clone.default for n in walk([x], lambda n: n.all_input_nodes))
+    assert x.meta["val"].is_contiguous(memory_format=torch.channels_last)
