@@ -33,11 +33,9 @@ import torch
 import typer
 from against_stock import CASES, STEPS, Child, Stepper, workload
 from against_stock import Row as StepperRow
-from report import StepRow, environment, write_json
-from rich.console import Console
-from rich.table import Table
+from report import StepRow, document, show, write_json
 from step import compiler_settings
-from tables import CHECKPOINTED, STOCK, TORCH, at_peak
+from tables import CHECKPOINTED, STOCK, TORCH, budgets
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
@@ -179,31 +177,6 @@ def _rows(
             clock.cancel()
 
 
-def as_table(rows: list[Row], title: str) -> Table:
-    """Asked, peak and time of each row, and torch's own time at the same peak."""
-    table = Table(title=title)
-    table.add_column("case")
-    table.add_column("configuration")
-    columns = ("MiB asked", "MiB peak", "of asked", "ms", "compiled", "torch's ms at this peak")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        if row.error:
-            table.add_row(row.case, row.config, row.error[:40])
-            continue
-        peak = row.peak_bytes
-        asked = ("", "")
-        if row.asked_bytes:
-            asked = (f"{row.asked_bytes / 2**20:.0f}", f"{peak / row.asked_bytes:.3f}")
-        theirs = at_peak([asdict(r) for r in rows if r.case == row.case], peak)
-        table.add_row(
-            *(row.case, row.config, asked[0], f"{peak / 2**20:.0f}", asked[1]),
-            *(f"{row.best_ms:.1f}", str(row.compiled)),
-            "" if theirs is None or not row.asked_bytes else f"{theirs:.1f}",
-        )
-    return table
-
-
 def main(
     cases: Annotated[str, typer.Option(help="comma-separated, of " + ", ".join(CASES))] = ON_A_GPU,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
@@ -241,7 +214,8 @@ def main(
         ends = [row for row in measured if row.case == name and not row.error]
         if [row.config for row in ends[:2]] == [STOCK, LEAST]:
             run([(name, *pair) for pair in configurations(ends, points, on_gpu)])
-    Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
+    said = document(where, settings, measured)
+    show(budgets([said]), f"{dtype}, {said['environment']['device']}")
     return measured
 
 

@@ -115,11 +115,10 @@ def budgets(documents: list[Document]) -> Lines:
         least = min(row["peak_bytes"] for row in mine if row["config"].startswith(TORCH))
         for row in mine:
             peak, asked = row["peak_bytes"], row["asked_bytes"]
-            ms = f"{row['best_ms']:.1f}"
-            if row["config"] == STOCK:
-                made.append((f"{NAMES[case]}: stock", "", f"{peak / MIB:.0f}", "", ms, ""))
-            if row["config"] == CHECKPOINTED:
-                made.append(("every block checkpointed", "", f"{peak / MIB:.0f}", "", ms, ""))
+            ms, named = f"{row['best_ms']:.1f}", f"{NAMES.get(case, case)}: stock"
+            titles = {STOCK: named, CHECKPOINTED: "every block checkpointed"}
+            if row["config"] in titles:
+                made.append((titles[row["config"]], "", f"{peak / MIB:.0f}", "", ms, ""))
             if asked:
                 theirs = at_peak(mine, peak)
                 said = f"its least is {least / MIB:.0f}" if theirs is None else f"{theirs:.1f}"

@@ -38,7 +38,7 @@ from .observing.stretches import without_logits
 from .observing.watching import Doubled, Twin, Watch
 from .passes.base.graph import module_path, readable
 from .passes.base.site import bytes_of
-from .passes.context import Context, Recorder
+from .passes.context import Context
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
 from .passes.hooks import JointPass, Partitioner
@@ -47,7 +47,7 @@ from .passes.measure.observe import Observation, Observer
 from .passes.pipeline import sources_hash
 from .passes.plan import Plan
 from .passes.profile.profile import Profile
-from .record import NO_PLAN, Dump, GraphReport, Heard, Held, Listener, run_uncompiled
+from .record import NO_PLAN, Dump, GraphReport, Held, Listener, Recorder, run_uncompiled
 from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
 from .schedule import Scheduled, current_bits
@@ -202,9 +202,7 @@ class _Graph:
         patches = dict(self.patches)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
         recorder = Dump() if observation else self.recorder or Dump(dump)
-        if self.listener and not observation:
-            recorder = Heard(recorder, self.listener)
-        held = Held(recorder, self.done)
+        held = Held(recorder, None if observation else self.listener, self.done)
         if config.memory is not Memory.OFF and self.on_gpu and not observation:
             patches.setdefault(_REALIZED, RESTORED_OPERATIONS)
         budget = None if observation else self.budget

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from functorch.compile import make_boxed_func
 from torch import fx
@@ -18,7 +17,6 @@ from torch import fx
 from .errors import OptionError
 from .graphs import Snapshot, snapshot
 from .passes.base.graph import readable
-from .passes.context import Recorder
 from .passes.plan import Plan
 from .passes.storage.fit_budget import BudgetReport
 from .passes.storage.record import Crossing
@@ -87,6 +85,16 @@ Listener = Callable[[GraphReport], None]
 """Told of each graph that is compiled. Not of one from Inductor's cache: no pass runs then."""
 
 
+class Recorder(Protocol):
+    """Who is told of every stage of a graph, and of its outcome when it is compiled at last."""
+
+    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
+        """The graph as it is after (or before) ``stage``; it changes later."""
+
+    def finished(self, report: GraphReport) -> None:
+        """The graph is compiled."""
+
+
 class Dump:
     """Recorder that writes every stage's graph, plan.json and crossing.json below a folder.
 
@@ -99,104 +107,65 @@ class Dump:
         self._count = itertools.count()
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Write the graph as it is after (or before) ``stage``."""
-        if self._folder is None:
-            return
-        self._write(f"{next(self._count):02d}.{stage}.py", readable(graph))
-
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Write plan.json and crossing.json."""
-        if self._folder is None:
-            return
-        data = GraphReport(plan or NO_PLAN, crossing).to_json()
-        for name in ("plan", "crossing"):
-            text = json.dumps(data[name], indent=1, default=str)
-            self._write(f"{name}.json", text + "\n")
-
-    def budgeted(self, met: BudgetReport) -> None:
-        """Write budget.json."""
+        """Write it."""
         if self._folder is not None:
-            self._write("budget.json", json.dumps(dataclasses.asdict(met), indent=1) + "\n")
+            self._write(f"{next(self._count):02d}.{stage}.py", readable(graph))
+
+    def finished(self, report: GraphReport) -> None:
+        """Write plan.json and crossing.json, and budget.json if there is one."""
+        data = report.to_json()
+        for name in ("plan", "crossing", "budget"):
+            if data[name] is not None:
+                self._write(f"{name}.json", json.dumps(data[name], indent=1, default=str) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        assert self._folder is not None
-        with _writing(self._folder):
-            (self._folder / name).write_text(text)
+        if self._folder is not None:
+            with _writing(self._folder):
+                (self._folder / name).write_text(text)
 
 
 class Reports:
-    """Recorder that keeps each training graph's report."""
+    """Recorder that keeps each training graph's report, with its stages."""
 
     def __init__(self) -> None:
         self.graphs: list[GraphReport] = []
         self._stages: dict[str, Snapshot] = {}
-        self._met: BudgetReport | None = None
 
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Keep the facts of a stage's graph."""
         self._stages[stage] = snapshot(stage, graph)
 
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+    def finished(self, report: GraphReport) -> None:
         """Keep the report."""
         stages, self._stages = self._stages, {}
-        met, self._met = self._met, None
-        self.graphs.append(GraphReport(plan or NO_PLAN, crossing, stages, met))
-
-    def budgeted(self, met: BudgetReport) -> None:
-        """Keep it for the report."""
-        self._met = met
-
-
-class Heard:
-    """A recorder whose reports are also told to a listener."""
-
-    def __init__(self, recorder: Recorder, listener: Listener) -> None:
-        self._recorder = recorder
-        self._listener = listener
-        self._met: BudgetReport | None = None
-
-    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Leave it to the recorder."""
-        self._recorder.graph(stage, graph)
-
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Leave it to the recorder, and tell the listener."""
-        self._recorder.finished(plan, crossing)
-        self._listener(GraphReport(plan or NO_PLAN, crossing, budget=self._met))
-        self._met = None
-
-    def budgeted(self, met: BudgetReport) -> None:
-        """Leave it to the recorder, and keep it for the listener."""
-        self._recorder.budgeted(met)
-        self._met = met
+        self.graphs.append(dataclasses.replace(report, stages=stages))
 
 
 class Held:
-    """A recorder that tells of a graph when it is compiled at last, not of one that failed."""
+    """What passes tell: a recorder and a listener hear of a graph's outcome when it is compiled at
+    last, and not of one that failed.
+    """
 
-    def __init__(self, recorder: Recorder, done: list[GraphReport]) -> None:
+    def __init__(
+        self, recorder: Recorder, listener: Listener | None, done: list[GraphReport]
+    ) -> None:
         """``done``: is told of each graph as soon as what is done to it is known."""
-        self._recorder = recorder
-        self._done = done
-        self._told: list[Callable[[], None]] = []
+        self.graph = recorder.graph
+        self._told = [recorder.finished, *([listener] if listener else [])]
+        self._done, self._mine = done, list[GraphReport]()
 
-    def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
-        """Leave it to the recorder: it changes later."""
-        self._recorder.graph(stage, graph)
-
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
+    def finished(
+        self, plan: Plan | None, crossing: tuple[Crossing, ...], met: BudgetReport | None
+    ) -> None:
         """Keep the outcome."""
-        self._done.append(GraphReport(plan or NO_PLAN, crossing))
-        self._told.append(functools.partial(self._recorder.finished, plan, crossing))
-
-    def budgeted(self, met: BudgetReport) -> None:
-        """Keep it."""
-        self._told.append(functools.partial(self._recorder.budgeted, met))
+        self._mine.append(GraphReport(plan or NO_PLAN, crossing, budget=met))
+        self._done.append(self._mine[-1])
 
     def tell(self) -> None:
         """The graph is compiled."""
-        for call in self._told:
-            call()
+        for report in self._mine:
+            for told in self._told:
+                told(report)
 
 
 @contextlib.contextmanager

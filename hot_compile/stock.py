@@ -14,8 +14,7 @@ from .again import twin
 from .backend import hot
 from .config import split_options
 from .inductor import inductor_patches
-from .passes.context import Recorder
-from .record import GraphReport, Reports, run_uncompiled
+from .record import GraphReport, Recorder, Reports, run_uncompiled
 from .stand_in import laid_over
 
 STOCK = {"recipe": "exact", "memory": "off", "exact_forms": False, "head": "off"}

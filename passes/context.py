@@ -36,11 +36,12 @@ class Recorder(Protocol):
     def graph(self, stage: str, graph: fx.Graph | fx.GraphModule) -> None:
         """Keep a stage's graph."""
 
-    def finished(self, plan: Plan | None, crossing: tuple[Crossing, ...]) -> None:
-        """Keep the outcome of a whole training graph."""
-
-    def budgeted(self, met: BudgetReport) -> None:
-        """Keep how the graph told of next stays within a budget of the step's peak."""
+    def finished(
+        self, plan: Plan | None, crossing: tuple[Crossing, ...], met: BudgetReport | None
+    ) -> None:
+        """Keep the outcome of a whole training graph; ``met``: how it stays within a budget of the
+        step's peak, if there is one.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

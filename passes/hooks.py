@@ -146,9 +146,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         if self._joint.plan is not None:
             traced("hot_plan", self._joint.plan.to_json)
         traced("hot_crossing", lambda: [dataclasses.asdict(c) for c in kept])
-        if (met := cut.met) is not None:
-            self._context.recorder.budgeted(met)
-        self._context.recorder.finished(self._joint.plan, kept)
+        self._context.recorder.finished(self._joint.plan, kept, cut.met)
         return cut.forward, cut.backward
 
     def _fitted(

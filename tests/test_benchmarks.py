@@ -47,14 +47,17 @@ def test_times_at_the_same_peak(program):
 
 
 def test_a_table_of_rows_with_a_budget_and_without(program):
-    budget = program("budget")
-    asked = budget.Row("a", "hot", 15.0, peak_bytes=50 * 2**20, asked_bytes=100 * 2**20)
-    stock = budget.Row("a", "exact", 10.0, peak_bytes=300 * 2**20)
-    table = budget.as_table([stock, asked, budget.Row("a", "torch:0.5", error="it died")], "")
-    cells = {column.header: list(column.cells) for column in table.columns}
-    assert cells["MiB asked"] == ["", "100", "it died"]
-    assert cells["of asked"] == ["", "0.500", ""]
-    assert cells["MiB peak"] == ["300", "50", ""]
+    peaks = {"exact": (300, 0), "torch:0.5": (60, 0), "hot": (50, 100)}
+    rows = [
+        {"case": "a", "config": config, "best_ms": 10.0, "peak_bytes": peak << 20, "error": "",
+         "asked_bytes": asked << 20}
+        for config, (peak, asked) in peaks.items()
+    ]  # fmt: skip
+    lines = program("tables").budgets([{"rows": [*rows, {**rows[1], "error": "it died"}]}])
+    assert lines[1:] == [
+        ("a: stock", "", "300", "", "10.0", ""),
+        ("", "100", "50", "0.50", "10.0", "its least is 60"),
+    ]
 
 
 def test_against_stock(program, tmp_path):

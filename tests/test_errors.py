@@ -21,7 +21,7 @@ from hot_compile.passes.option_warnings import warn_once
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.profile.profile import Profile
 from hot_compile.passes.storage.record import Crossing
-from hot_compile.record import Dump
+from hot_compile.record import NO_PLAN, Dump, GraphReport
 from hot_compile.runtime.native import build
 from hot_compile.runtime.native.providers import Provider
 from hot_compile.testing import hot_step
@@ -192,7 +192,7 @@ def test_a_dump_that_cannot_be_written(tmp_path):
     dump = Dump(str(tmp_path / "graphs"))
     (tmp_path / "graphs" / "graph_000").rmdir()
     with pytest.raises(OptionError, match="a folder that can be made and written"):
-        dump.finished(None, ())
+        dump.finished(GraphReport(NO_PLAN, ()))
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ class Targets:
         names = [str(n.target) for n in owner.nodes if str(n.target).startswith("hot.")]
         self.names.setdefault(stage, []).extend(names)
 
-    def finished(self, plan, crossing):
-        self.plan = plan
+    def finished(self, report):
+        self.plan = report.plan
 
 
 def recorded(loss, recorder, **options):

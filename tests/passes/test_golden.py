@@ -51,8 +51,8 @@ class Stages:
         owner = graph.graph if isinstance(graph, fx.GraphModule) else graph
         self.listings[stage] = listing(owner)
 
-    def finished(self, plan, crossing):
-        self.plan = plan
+    def finished(self, report):
+        self.plan = report.plan
 
 
 @pytest.mark.parametrize("recipe", ["hot", "paper"])
