@@ -6,15 +6,16 @@
     python benchmarks/fidelity.py restore                              # cells from that JSON
     python benchmarks/fidelity.py run --recipes 8-bit --seeds 3 --out out/eight_bits
     python benchmarks/fidelity.py figures FILE.json --out out/eight_bits   # for pages.py
-    python benchmarks/fidelity.py run --suite images --device cuda --jobs 6 --out out/real
+    python benchmarks/fidelity.py run --suite images,table2 --device cuda --jobs 14
 
-A cell is one task trained with one recipe from one seed; its result is a JSON file below ``--out``,
-and cells that are there are not run again. All cells of a task and seed start from the same weights
-and see the same batches. By default the finished graphs are run node by node, on CUDA as replays of
-one captured step: the arithmetic of the code that Inductor makes of them (``--lower``) without its
-compile time. Suites besides ``small`` are the papers' tables on pretrained weights and images that
-others know (``fidelity_real.py``), in bf16 on CUDA. Cells are run in order of importance, so that a
-run that is stopped has the main ones.
+A cell is one task trained with one recipe from one seed; its result is a line of ``cells.jsonl`` in
+``--out``, and cells that are there are not run again. All cells of a task and seed start from the
+same weights and see the same batches. By default the finished graphs are run node by node, on CUDA
+as replays of one captured step: the arithmetic of the code that Inductor makes of them
+(``--lower``) without its compile time. Suites besides ``small`` are the papers' tables on
+pretrained weights and images that others know (``fidelity_real.py``), in bf16 on CUDA. Cells are
+run in order of importance, so that a run that is stopped has the main ones, and the first seed of
+all before the others of any. Processes share the GPUs that there are.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from fidelity_cells import EIGHT_BITS, FLOAT8, Cells
-from fidelity_real import REAL, SUITES, as_products
+from fidelity_cells import EIGHT_BITS, FLOAT8, SUITES, Cells, keep
+from fidelity_real import REAL, as_products
 from fidelity_report import figures_of, write_figures, write_report
 from fidelity_tasks import NEEDS_PRETRAINING, Setting, pretrain
 from fidelity_tasks import TASKS as SMALL
 from float8_reference import in_float8
+from pages import filled
 from report import environment, show
 from tables import scores
 from torch._inductor.compile_fx import compile_fx_inner
@@ -118,12 +120,6 @@ AT_ONCE = 3
 """Seeds of a task and recipe that one process trains, taking turns."""
 
 
-def cell_path(out: Path, task: str, recipe: str, seed: int) -> Path:
-    """Where one cell's result is kept."""
-    name = "".join(c if c.isalnum() or c in "+=-" else "_" for c in recipe)
-    return out / "cells" / task / f"{name}.{seed}.json"
-
-
 Out = Annotated[Path, typer.Option(help="folder of the cells")]
 Document = Annotated[Path, typer.Option(help="its marked tables are replaced")]
 OUT = Path("out/fidelity")
@@ -134,14 +130,16 @@ Group = tuple[str, str, list[int]]
 
 @app.command()
 def run(
-    suite: Annotated[str, typer.Option(help=f"small, {', '.join(SUITES)}")] = "small",
+    suite: Annotated[
+        str, typer.Option(help=f"comma-separated; small, {', '.join(SUITES)}")
+    ] = "small",
     tasks: Annotated[str, typer.Option(help=f"comma-separated; {', '.join(TASKS)}")] = "",
     recipes: Annotated[
         str, typer.Option(help="separated by ';'; 8-bit: those of its table; else the suite's")
     ] = "",
     seeds: Annotated[int, typer.Option(help="how many; by default the suite's")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    jobs: Annotated[int, typer.Option(help="processes at once")] = 1,
+    jobs: Annotated[int, typer.Option(help="processes at once, of all GPUs together")] = 1,
     quick: Annotated[bool, typer.Option(help="tiny models for 8 steps")] = False,
     lower: Annotated[bool, typer.Option(help="generate Inductor's code")] = False,
     deadline: Annotated[float, typer.Option(help="start nothing after this many seconds")] = 1e9,
@@ -154,17 +152,13 @@ def run(
 ) -> None:
     """Train every cell that has no result yet."""
     suites = {"small": SUITE, **SUITES}
-    if suite not in suites:
-        raise typer.BadParameter(f"got {suite!r}; expected one of {', '.join(suites)}")
-    names = [name for name in tasks.split(",") if name] or list(suites[suite])
-    if unknown := set(names) - set(TASKS):
-        raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {', '.join(TASKS)}")
-    chosen = [name for name in recipes.split(";") if name] if recipes != "8-bit" else EIGHT_BITS
-    if unknown := set(chosen) - set(RECIPES):
-        raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {'; '.join(RECIPES)}")
-    pairs = [(task, recipe) for task in names for recipe in chosen or suites[suite].get(task, MAIN)]
-    pairs.sort(key=lambda pair: IMPORTANCE.index(pair[1]))
-    groups = [group for pair in pairs for group in _groups(*pair, seeds, out)]
+    known = [each for name in _some_of(suites, suite, ",") for each in suites[name].items()]
+    names = _some_of(dict(known), tasks, ",") or list(dict(known))
+    chosen = EIGHT_BITS if recipes == "8-bit" else _some_of(RECIPES, recipes, ";")
+    pairs = {(t, recipe): None for t, some in known if t in names for recipe in chosen or some}
+    done = Cells.load(out).keys()
+    groups = [group for pair in pairs for group in _groups(*pair, seeds, done)]
+    groups.sort(key=lambda group: (group[2][0], IMPORTANCE.index(group[1])))
     out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // jobs)
     setting = Setting(out, device, quick, weights, images, steps)
@@ -172,12 +166,27 @@ def run(
     team.run(jobs)
 
 
-def _groups(task: str, recipe: str, seeds: int, out: Path) -> list[Group]:
-    """The cells of a task and recipe that are missing, in portions for one process."""
+def _some_of(known: Iterable[str], told: str, divided: str) -> list[str]:
+    """The names that ``told`` lists."""
+    names = [name for name in told.split(divided) if name]
+    if unknown := set(names) - set(known):
+        expected = divided.join(known)
+        raise typer.BadParameter(f"got {sorted(unknown)}; expected some of {expected}")
+    return names
+
+
+def _groups(
+    task: str, recipe: str, seeds: int, done: Collection[tuple[str, str, int]]
+) -> list[Group]:
+    """The cells of a task and recipe that are missing, in portions for one process.
+
+    The first is alone: a run that is stopped has one seed of everything before two of anything.
+    """
     count = seeds or MORE_SEEDS.get((task, recipe), SEEDS)
-    missing = [s for s in range(count) if not cell_path(out, task, recipe, s).exists()]
+    missing = [s for s in range(count) if (task, recipe, s) not in done]
     size = 1 if _observes(recipe) else AT_ONCE  # what is observed is recompiled
-    return [(task, recipe, missing[i : i + size]) for i in range(0, len(missing), size)]
+    rest = (missing[i : i + size] for i in range(1, len(missing), size))
+    return [(task, recipe, portion) for portion in (missing[:1], *rest) if portion]
 
 
 class Team:
@@ -197,23 +206,25 @@ class Team:
 
     def run(self, jobs: int) -> None:
         """Until no group is left to start."""
-        members = [self._member() for _ in range(min(jobs, len(self._groups)))]
+        members = {place: self._member(place) for place in range(min(jobs, len(self._groups)))}
         while members:
-            for member in list(members):
+            for place, member in list(members.items()):
                 member.join(timeout=0.2)
                 if member.exitcode is None:
                     continue
-                members.remove(member)
+                del members[place]
                 if member.exitcode != 0:
-                    members.append(self._member())
+                    members[place] = self._member(place)
 
-    def _member(self) -> Any:
-        member = self._process(target=self._work)
+    def _member(self, place: int) -> Any:
+        member = self._process(target=self._work, args=(place,))
         member.start()
         return member
 
-    def _work(self) -> None:
+    def _work(self, place: int) -> None:
         """What a process does: its own messages go to the log, one line a group to stderr."""
+        if self._setting.device == "cuda":
+            torch.cuda.set_device(place % torch.cuda.device_count())
         torch.set_num_threads(self._threads)
         torch._inductor.config.compile_threads = self._threads
         told, log = os.fdopen(os.dup(2), "w"), (self._setting.out / "log.txt").open("a")
@@ -290,7 +301,7 @@ def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, low
             "environment": environment(work.device),
         }  # fmt: skip
         print(f"{task} {recipe} {seed}: {score:.4f}", flush=True)
-        _write_cell(cell_path(setting.out, task, recipe, seed), data)
+        keep(setting.out, data)
 
 
 def _task(task: str, recipe: str, setting: Setting) -> Task:
@@ -313,12 +324,6 @@ def _forwards(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-def _write_cell(path: Path, data: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".partial").write_text(json.dumps(data, indent=1) + "\n")
-    path.with_suffix(".partial").rename(path)
-
-
 def _observes(recipe: str) -> bool:
     return HotConfig.from_options(RECIPES[recipe]).lqs == "auto"
 
@@ -339,9 +344,18 @@ def _backend(recipe: str, task: Task, profile: Path, **keywords: Any) -> Callabl
 
 @app.command()
 def report(out: Out = OUT, document: Document = DOCUMENT) -> None:
-    """Tables, JSON and picture from the cells that there are."""
-    for line in write_report(out, document, MAIN):
-        print(line)
+    """Tables, JSON and picture from the cells that there are, of every suite."""
+    cells = Cells.load(out)
+    if not cells.tasks:
+        raise typer.BadParameter(f"got no cells in {out}; run them first, or give --out")
+    said = []
+    for suite, tasks in SUITES.items():
+        if (some := cells.of(tasks)).tasks:
+            said += write_figures(some, figures_of(document, suite))
+    if (small := cells.of(SUITE)).tasks:
+        said += write_report(small, out, document, MAIN)
+    document.write_text(filled(document.read_text(), figures_of(document).parent))
+    print(*said, sep="\n")
 
 
 @app.command()
@@ -354,10 +368,12 @@ def figures(file: Path, out: Out = OUT) -> None:
 @app.command()
 def restore(out: Out = OUT, document: Document = DOCUMENT) -> None:
     """Cells from the report's JSON, where there are none: to go on from a published run."""
-    for row in json.loads(figures_of(document).read_text())["rows"]:
-        path = cell_path(out, row["task"], row["recipe"], row["seed"])
-        if not path.exists():
-            _write_cell(path, {**row, "losses": [], "strategies": {}, "reasons": {}})
+    done = Cells.load(out).keys()
+    files = [figures_of(document, suite) for suite in ("", *SUITES)]
+    published = (json.loads(file.read_text())["rows"] for file in files if file.exists())
+    for row in (row for rows in published for row in rows):
+        if (row["task"], row["recipe"], row["seed"]) not in done:
+            keep(out, {**row, "losses": [], "strategies": {}, "reasons": {}})
 
 
 if __name__ == "__main__":

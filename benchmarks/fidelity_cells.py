@@ -11,9 +11,47 @@ from pathlib import Path
 from typing import Any
 
 LOWER_IS_BETTER = {"loss"}
+FILE = "cells.jsonl"
+"""Of a folder: a line a cell, in the order in which they were finished."""
 FLOAT8 = "float8, fake"
 EIGHT_BITS = ("exact", "hot, memory", "8-bit forward", FLOAT8)
 """Recipes of the table of 8-bit forwards."""
+
+NAMES = {
+    "exact": "exact",
+    "int4-naive": "INT4",
+    "luq": "LUQ",
+    "lbp-wht": "LBP-WHT",
+    "paper": "HOT as in the paper",
+    "hot, memory": "the default",
+    "fast": "fast",
+    "8-bit forward": "8-bit forward",
+}
+"""Columns of table 4, by recipe: the papers' methods, then ours."""
+_MODELS = ("resnet18", "resnet34", "resnet50", "efficientformer_l1", "efficientformer_l3", "vit")
+IMAGES = tuple(f"images-{name}" for name in _MODELS)
+SUITES: dict[str, dict[str, tuple[str, ...]]] = {
+    "images": {name: tuple(NAMES) for name in IMAGES},
+    "text": {
+        "smollm2": ("exact", "hot, memory", "8-bit forward", "fast", "luq", "paper"),
+        "smollm2-checkpointed": ("exact", "hot, memory", "8-bit forward"),
+        "minilm": tuple(NAMES),
+    },
+    "table1": {"minilm": ("exact", "paper, no ABC", "paper, r=8", "paper+lqs", "paper")},
+    "table2": {"images-vit": ("exact", *(f"paper, r={rank}" for rank in (16, 8, 4, 2, 1)))},
+    "table3": {"smollm2-lora": (
+        *("exact", "LoRA factors", "LoRA frozen", "LoRA both", "hot, memory", "8-bit forward"),
+    )},
+}  # fmt: skip
+"""What the papers' tables run for each task: the shape of table 4, on images and on what was
+pretrained; and of tables 1 (ABC, LQS one by one), 2 (ranks) and 3 (LoRA)."""
+
+
+def keep(out: Path, data: dict[str, Any]) -> None:
+    """Add one cell to the folder's; processes may do so at once."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / FILE).open("ab", buffering=0) as file:
+        file.write(json.dumps(data).encode() + b"\n")  # one write: lines do not mix
 
 
 @dataclass(frozen=True)
@@ -41,9 +79,16 @@ class Cells:
 
     @classmethod
     def load(cls, out: Path) -> Cells:
-        """Every cell below the folder."""
-        paths = sorted((out / "cells").glob("*/*.json"))
-        return cls(json.loads(path.read_text()) for path in paths)
+        """Every cell of the folder."""
+        file = out / FILE
+        return cls(map(json.loads, file.read_text().splitlines() if file.exists() else ()))
+
+    def of(self, suite: dict[str, tuple[str, ...]]) -> Cells:
+        """Those that a suite runs, in its order."""
+        order = [(task, recipe) for task, recipes in suite.items() for recipe in recipes]
+        some = [c for c in self.all() if (c.task, c.recipe) in order]
+        some.sort(key=lambda c: (order.index((c.task, c.recipe)), c.seed))
+        return Cells(c.raw for c in some)
 
     @property
     def tasks(self) -> list[str]:
@@ -67,6 +112,10 @@ class Cells:
                 gain = cell.score / exact[cell.seed] - 1
                 found.append(-gain if cell.metric in LOWER_IS_BETTER else gain)
         return found
+
+    def keys(self) -> set[tuple[str, str, int]]:
+        """Of every cell: its task, recipe and seed."""
+        return {(cell.task, cell.recipe, cell.seed) for cell in self.all()}
 
     def all(self) -> list[Cell]:
         """Every cell."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fidelity_cells import EIGHT_BITS, LOWER_IS_BETTER, Cells, mean_spread, score_of
+from fidelity_cells import EIGHT_BITS, LOWER_IS_BETTER, NAMES, Cells, mean_spread, score_of
 
 if TYPE_CHECKING:
     from tables import Document, Lines
@@ -55,6 +55,17 @@ def scores(documents: list[Document]) -> Lines:
             each = (f"{size / 2**20:.0f}" if size else "" for size in sizes)
             gain = "" if recipe == "exact" else gain
             lines.append((name, recipe, f"{score_of(found)} {unit}", gain, str(len(found)), *each))
+    return lines
+
+
+def papers(documents: list[Document]) -> Lines:
+    """``fidelity.py``: the shape of the papers' table 4, models by methods."""
+    cells = _cells(documents)
+    lines: Lines = [("model", *NAMES.values(), "seeds")]
+    for task in cells.tasks:
+        scores = (score_of(cells.get(task, recipe)) for recipe in NAMES)
+        seeds = max(len(cells.get(task, recipe)) for recipe in NAMES)
+        lines.append((task.removeprefix("images-"), *scores, str(seeds)))
     return lines
 
 

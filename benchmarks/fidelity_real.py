@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fidelity_cells import IMAGES
 from fidelity_tasks import LORA_RANK, Setting
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,7 +37,8 @@ from train_images import Data, accuracy, cifar_data, folder_data
 
 HELD_OUT = 20
 """One file of the standard library in so many is for validation."""
-SIDE, UPSCALED = 32, 224
+SIDE, UPSCALED, LARGE = 32, 128, 224
+"""Pixels of small images, of what an EfficientFormer makes of them, of a folder's images."""
 _PROJECTIONS = r".*\.(q|k|v|o|gate|up|down)_proj"
 _TEMPERATURE = 0.05
 _FASHION = "train-images-idx3-ubyte*"
@@ -258,21 +260,22 @@ def minilm(setting: Setting) -> Task:
 
 
 @cache
-def _images(setting: Setting, batch: int) -> tuple[Data, int]:
-    """(CIFAR-100 or a folder of ``--images``, else Fashion-MNIST; channels), 32 pixels wide."""
+def _images(setting: Setting, batch: int) -> tuple[Data, int, int]:
+    """(CIFAR-100 or a folder of ``--images``, else Fashion-MNIST; channels; pixels of a side)."""
     if setting.images is None:
-        return _fashion(setting, batch), 1
+        return _fashion(setting, batch), 1, SIDE
     if (setting.images / "train").is_dir():
-        return folder_data(setting.images, SIDE, batch, workers=4), 3
-    return cifar_data(setting.images, SIDE, batch), 3
+        side = SIDE if setting.quick else LARGE
+        return folder_data(setting.images, side, batch, workers=4), 3, side
+    return cifar_data(setting.images, SIDE, batch), 3, SIDE
 
 
 def _fashion(setting: Setting, batch: int) -> Data:
-    """Fashion-MNIST, normalised, with a border of two pixels."""
+    """Fashion-MNIST, normalised, with a border of two pixels, on the device."""
     package, how = "/usr/share/datasets/fashion-mnist", "apt install dataset-fashion-mnist"
     folder = _found(_FASHION, package, how, setting).parent
     x, y, held_x, held_y = (
-        _idx(next(folder.glob(f"{part}-{kind}*")))
+        _idx(next(folder.glob(f"{part}-{kind}*"))).to(setting.device)
         for part in ("train", "t10k")
         for kind in ("images", "labels")
     )
@@ -300,32 +303,38 @@ def _idx(path: Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(raw, np.uint8, -1, 4 + 4 * raw[3]).copy()).view(sizes)
 
 
-def _model(name: str, channels: int, classes: int) -> nn.Module:
-    """By timm, for images of 32 pixels: a ResNet's first layers do not shrink them."""
+def _model(name: str, channels: int, classes: int, side: int) -> nn.Module:
+    """By timm. Of small images a ResNet's first layers keep more, an EfficientFormer sees more."""
     import timm
+    from timm.models import efficientformer
     from timm.models.vision_transformer import VisionTransformer
 
-    if name == "vit":
+    sizes: dict[str, Any] = {"in_chans": channels, "num_classes": classes}
+    if name == "vit" and side == SIDE:
         return VisionTransformer(
-            img_size=SIDE, patch_size=4, in_chans=channels, num_classes=classes, embed_dim=192,
-            depth=6, num_heads=3, class_token=False, global_pool="avg",
+            img_size=side, patch_size=4, embed_dim=192, depth=6, num_heads=3,
+            class_token=False, global_pool="avg", **sizes,
         )  # fmt: skip
-    model: Any = timm.create_model(name, in_chans=channels, num_classes=classes)
-    if name.startswith("resnet"):
-        model.conv1, model.maxpool = nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.Identity()
+    model: Any = timm.create_model("vit_small_patch16_224" if name == "vit" else name, **sizes)
+    if side != SIDE:
         return model
+    if name.startswith("resnet"):
+        model.conv1, model.maxpool = nn.Conv2d(channels, 64, 3, 2, 1, bias=False), nn.Identity()
+        return model
+    for block in [m for m in model.modules() if isinstance(m, efficientformer.MetaBlock1d)]:
+        block.token_mixer = efficientformer.Attention(model.num_features, resolution=UPSCALED // 32)
     return nn.Sequential(nn.Upsample(UPSCALED, mode="bilinear"), model)
 
 
 def images(name: str, setting: Setting) -> Task:
     """A model on images from random weights."""
-    batch = 8 if setting.quick else 128
-    (classes, _, training, held_out), channels = _images(setting, batch)
+    batch = 8 if setting.quick else 256
+    (classes, _, training, held_out), channels, side = _images(setting, batch)
     where = torch.device(setting.device)
     return Task(
-        build=lambda: _model(name, channels, classes), batches=training,
+        build=lambda: _model(name, channels, classes, side), batches=training,
         evaluate=lambda trained: accuracy(trained, held_out(), where), metric="accuracy",
-        steps=8 if setting.quick else 400, learning_rate=1e-3, device=where,
+        steps=8 if setting.quick else 470, learning_rate=1e-3, device=where,
         bf16=where.type == "cuda",
     )  # fmt: skip
 
@@ -361,29 +370,11 @@ def as_products(model: nn.Module) -> nn.Module:
     return model
 
 
-IMAGES = ("resnet18", "resnet34", "resnet50", "efficientformer_l1", "vit")
 REAL: dict[str, Callable[[Setting], Task]] = {
-    **{f"images-{name}": partial(images, name) for name in IMAGES},
+    **{name: partial(images, name.removeprefix("images-")) for name in IMAGES},
     "smollm2": smollm2,
     "smollm2-lora": smollm2_lora,
     "smollm2-checkpointed": lambda setting: smollm2(setting, _checkpointed),
     "minilm": minilm,
 }
 """Tasks by name."""
-_TABLE4 = ("exact", "int4-naive", "luq", "lbp-wht", "paper", "hot, memory", "fast", "8-bit forward")
-_ABC_LQS = ("exact", "paper, no ABC", "paper, r=8", "paper+lqs", "paper")
-_RANKS = ("exact", *(f"paper, r={rank}" for rank in (16, 8, 4, 2, 1)))
-_LORA = ("exact", "LoRA factors", "LoRA frozen", "LoRA both", "hot, memory", "8-bit forward")
-SUITES: dict[str, dict[str, tuple[str, ...]]] = {
-    "images": {f"images-{name}": _TABLE4 for name in IMAGES},
-    "text": {
-        "smollm2": ("exact", "hot, memory", "8-bit forward", "fast", "luq", "paper"),
-        "smollm2-checkpointed": ("exact", "hot, memory", "8-bit forward"),
-        "minilm": _TABLE4,
-    },
-    "table1": {"minilm": _ABC_LQS},
-    "table2": {"images-vit": _RANKS},
-    "table3": {"smollm2-lora": _LORA},
-}
-"""What the papers' tables run for each task: the shape of table 4, on images and on what was
-pretrained; and of tables 1 (ABC, LQS one by one), 2 (ranks) and 3 (LoRA)."""

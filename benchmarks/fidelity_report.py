@@ -127,16 +127,14 @@ def plot(cells: Cells, recipes: Iterable[str], path: Path) -> None:
     plt.close(figure)
 
 
-def figures_of(document: Path) -> Path:
-    """The JSON of docs/measured/fidelity.md: docs/benchmarks/fidelity.json."""
-    return document.parents[1] / "benchmarks" / document.with_suffix(".json").name
+def figures_of(document: Path, suite: str = "") -> Path:
+    """A suite's JSON of docs/measured/fidelity.md: docs/benchmarks/fidelity.json, or of a name."""
+    name = "_".join(filter(None, (document.stem, suite)))
+    return document.parents[1] / "benchmarks" / f"{name}.json"
 
 
-def write_report(out: Path, document: Path, recipes: Sequence[str]) -> list[str]:
+def write_report(cells: Cells, out: Path, document: Path, recipes: Sequence[str]) -> list[str]:
     """Replace the marked tables of the document; write its picture beside it, and its JSON."""
-    cells = Cells.load(out)
-    if not cells.tasks:
-        return [f"no cells below {out}; run them first"]
     tables = {
         "main": main_table(cells, recipes),
         "relative": relative_table(cells, recipes),

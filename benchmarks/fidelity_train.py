@@ -80,7 +80,7 @@ class Training:
         if not self._batch:
             self._batch = tuple(torch.empty_like(t, device=self.task.device) for t in batch)
         for place, t in zip(self._batch, batch, strict=True):
-            place.copy_(t.pin_memory() if self._cuda else t, non_blocking=True)
+            place.copy_(t.pin_memory() if self._cuda and not t.is_cuda else t, non_blocking=True)
 
     def _train(self) -> None:
         with self._cast():

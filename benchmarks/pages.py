@@ -32,11 +32,11 @@ def markdown(lines: Lines) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
-def filled(page: str) -> str:
+def filled(page: str, figures: Path = FIGURES) -> str:
     """``page`` with its marked tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        files = (FIGURES / name.strip() for name in match[3].split(","))
+        files = (figures / name.strip() for name in match[3].split(","))
         documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         return match[1] + markdown(TABLES[match[2]](documents)) + match[4]
 

@@ -175,7 +175,7 @@ class _Step:
 def shuffled(x: Tensor, y: Tensor, batch: int, draw: torch.Generator) -> Batches:
     """Endless epochs in fresh order; a last, smaller batch is dropped (one shape, one compile)."""
     while True:
-        order = torch.randperm(len(x), generator=draw)
+        order = torch.randperm(len(x), generator=draw).to(x.device)
         for i in range(0, len(x) - batch + 1, batch):
             index = order[i : i + batch]
             yield x[index], y[index]

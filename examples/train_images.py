@@ -90,7 +90,7 @@ def accuracy(model: nn.Module, batches: Batches, device: torch.device) -> float:
     """Share of right answers."""
     right = seen = 0
     for x, y in batches:
-        right += int((model(x.to(device)).argmax(-1).cpu() == y).sum())
+        right += int((model(x.to(device)).argmax(-1) == y.to(device)).sum())
         seen += len(y)
     return right / seen
 
