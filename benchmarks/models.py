@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,28 @@ class Size:
     image: int | None = None
     tokens: int | None = None
 
+    def times(self, parts: int) -> Size:
+        """The same of a batch so many times as large."""
+        return replace(self, batch=self.batch * parts)
+
+
+LLAMAS: dict[str, dict[str, int]] = {
+    "llama12x2048": {},
+    "llama8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+"""What tells them from 12 layers of 2048."""
+
 
 def build(name: str, size: Size) -> Workload:
-    """``llama12x2048`` or any timm model (``vit_base_patch16_224``, ``resnet50``, ...)."""
-    return _llama(size) if name == "llama12x2048" else _timm(name, size)
+    """``llama12x2048``, ``llama8b`` (a few of its layers) or any timm model
+    (``vit_base_patch16_224``, ``resnet50``, ...)."""
+    return _llama(size, LLAMAS[name]) if name in LLAMAS else _timm(name, size)
 
 
 def _timm(name: str, size: Size) -> Workload:
@@ -64,21 +82,20 @@ def _classification_loss(forward: Callable[..., Any], x: Tensor, y: Tensor) -> T
     return F.cross_entropy(logits, y)
 
 
-def _llama(size: Size) -> Workload:
+def _llama(size: Size, changes: dict[str, int]) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, tokens = size.width or 2048, size.tokens or LLAMA_TOKENS
-    config = LlamaConfig(
-        vocab_size=LLAMA_VOCABULARY,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=size.depth or 12,
-        num_attention_heads=width // 128,
-        max_position_embeddings=tokens,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    ids = torch.randint(LLAMA_VOCABULARY, (size.batch, tokens))
+    own = {
+        "vocab_size": LLAMA_VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": size.depth or 12,
+        "num_attention_heads": width // 128,
+        "max_position_embeddings": tokens,
+    }
+    config = LlamaConfig(use_cache=False, attn_implementation="sdpa", **own | changes)
+    ids = torch.randint(config.vocab_size, (size.batch, tokens))
     return Workload(LlamaForCausalLM(config).train(), (ids,), _next_token_loss)
 
 

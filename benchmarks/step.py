@@ -23,8 +23,13 @@ FLOAT8 = "float8-"
 
 
 def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
-    """``exact``, ``float8-<torchao's recipe>`` (changes ``model``), or a recipe of ``hot`` with
-    options (``hot:memory=off:gx_bits=8``).
+    """``model``, compiled as :func:`compiling` says."""
+    return torch.compile(model, **compiling(config, model))
+
+
+def compiling(config: str, model: nn.Module) -> dict[str, Any]:
+    """What ``torch.compile`` is told for ``exact``, ``float8-<torchao's recipe>`` (changes
+    ``model``), or a recipe of ``hot`` with options (``hot:memory=off:gx_bits=8``).
 
     Each may have ``+recompute`` behind it.
     """
@@ -37,7 +42,7 @@ def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
     options = None if name == "exact" else ours
     if config.endswith(RECOMPUTE):
         backend = _recomputing(backend)
-    return torch.compile(model, backend=backend, options=options)
+    return {"backend": backend, "options": options}
 
 
 def _to_float8(model: nn.Module, recipe: str) -> None:
