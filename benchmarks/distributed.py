@@ -266,9 +266,8 @@ def _child(
         if device == "cuda":
             torch.cuda.set_device(on)
         backend = "nccl" if device == "cuda" else "gloo"
-        distributed.init_process_group(
-            backend, store=PrefixStore("job", store), rank=rank, world_size=processes
-        )
+        own = PrefixStore(f"{key} job", TCPStore(HOST, port))  # who waits blocks a connection
+        distributed.init_process_group(backend, store=own, rank=rank, world_size=processes)
         run = measure(key.split()[0], configs.split(","), on, rounds)
         for said in ("compiled", "measured"):
             rows = [asdict(row) for row in next(run)]
