@@ -34,11 +34,8 @@ class Provider:
 
 def _cpu_isa(flags: Mapping[str, object]) -> str:
     """Mirrors best_kernels() in csrc/cpu/isa/kernels.cpp."""
-    if all(flags.get(name) for name in ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")):
-        return "avx512"
-    if all(flags.get(name) for name in ("avx2", "fma3")):
-        return "avx2"
-    return "scalar"
+    parts = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+    return "avx512" if all(flags.get(name) for name in parts) else "scalar"
 
 
 def _cpu_status() -> Provider:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hot_compile.runtime import ops, reference
 from hot_compile.runtime.native import build
 
-CPU = ("scalar", "avx2", "avx512")
+CPU = ("scalar", "avx512")
 CUDA = tuple(pytest.param(arch, marks=pytest.mark.gpu) for arch in ("sm80", "sm90"))
 on_cuda = pytest.mark.parametrize("provider", CUDA, indirect=True)
 """For operators that have kernels on CUDA only."""

@@ -33,5 +33,4 @@ struct Bound<op, choose> {
     hot::calls::implement(m, #op, HOT_BOXED(op, hot::best_kernels));         \
   }                                                                          \
   HOT_REGISTER_IN(hot_scalar, op, hot::cpu::fixed_kernels<hot::Isa::scalar>) \
-  HOT_REGISTER_IN(hot_avx2, op, hot::cpu::fixed_kernels<hot::Isa::avx2>)     \
   HOT_REGISTER_IN(hot_avx512, op, hot::cpu::fixed_kernels<hot::Isa::avx512>)

@@ -7,14 +7,13 @@ inline void fold_channels(const int32_t* product, F row_scale, const float* colu
                           float* out, int64_t n) {
   int64_t c = 0;
   for (; c + kLanes <= n; c += kLanes) {
-    F y = mul(mul(to_float(load_int(product + c)), row_scale), load(column_scale + c));
-    store(out + c, add(load(out + c), y));
+    F y = to_float(load_int(product + c)) * row_scale * load(column_scale + c);
+    store(out + c, load(out + c) + y);
   }
   if (c == n) return;
   int left = static_cast<int>(n - c);
-  F y =
-      mul(mul(to_float(load_int_n(product + c, left)), row_scale), load_n(column_scale + c, left));
-  store_n(out + c, add(load_n(out + c, left), y), left);
+  F y = to_float(load_int_n(product + c, left)) * row_scale * load_n(column_scale + c, left);
+  store_n(out + c, load_n(out + c, left) + y, left);
 }
 
 void fold(const Fold& f, int64_t positions, int64_t begin, int64_t end) {

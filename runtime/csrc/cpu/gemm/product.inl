@@ -24,9 +24,9 @@ void epilogue_of(const Epilogue& e, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(e.out) + row * e.out_stride;
     for (int64_t c = 0; c < e.n; c += kLanes) {
       int n = static_cast<int>(e.n - c < kLanes ? e.n - c : kLanes);
-      F y = mul(load_product(e, row * e.n + c, n), row_scale);
-      y = mul(y, load_up_to(e.col_scale + c, n));
-      if (e.row_term) y = add(y, mul(row_term, load_up_to(e.col_term + c, n)));
+      F y = load_product(e, row * e.n + c, n) * row_scale;
+      y *= load_up_to(e.col_scale + c, n);
+      if (e.row_term) y += row_term * load_up_to(e.col_term + c, n);
       store_n(out + c, y, n);
     }
   }

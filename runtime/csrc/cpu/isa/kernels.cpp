@@ -8,9 +8,6 @@ namespace scalar {
 extern const Kernels kKernels;
 }
 #ifdef HOT_X86
-namespace avx2 {
-extern const Kernels kKernels;
-}
 namespace avx512 {
 extern const Kernels kKernels;
 }
@@ -22,20 +19,16 @@ namespace {
 const Kernels* find_kernels(Isa isa) {
   if (isa == Isa::scalar) return &scalar::kKernels;
 #ifdef HOT_X86
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and F16C
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (isa == Isa::avx2 && avx2) return &avx2::kKernels;
   if (isa == Isa::avx512 && avx512) return &avx512::kKernels;
 #endif
   return nullptr;
 }
 
 const Kernels& choose() {
-  for (Isa isa : {Isa::avx512, Isa::avx2}) {
-    if (const Kernels* found = find_kernels(isa)) return *found;
-  }
-  return scalar::kKernels;
+  const Kernels* found = find_kernels(Isa::avx512);
+  return found ? *found : scalar::kKernels;
 }
 
 }  // namespace

@@ -142,7 +142,7 @@ struct Kernels {
 };
 
 /// The variants, the slowest first.
-enum class Isa { scalar, avx2, avx512 };
+enum class Isa { scalar, avx512 };
 
 /// The kernels of one variant; raises if this build or this machine has none such.
 const Kernels& kernels_of(Isa isa);

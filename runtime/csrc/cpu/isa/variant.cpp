@@ -2,9 +2,7 @@
 // clang-format off
 #define HOT_QUOTED(text) #text
 #define HOT_QUOTE(text) HOT_QUOTED(text)
-#define HOT_LANES_OF(name) HOT_QUOTED(cpu/isa/vec_##name.hpp)
-#define HOT_LANES(name) HOT_LANES_OF(name)
-#include HOT_LANES(HOT_ISA)
+#include "cpu/isa/lanes.hpp"
 #include "cpu/quantize/quantize.inl"
 #include "cpu/quantize/rows.inl"
 #include "cpu/quantize/columns.inl"

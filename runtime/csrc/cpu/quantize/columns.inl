@@ -19,8 +19,8 @@ inline void hadamard_vectors(F (&x)[16]) {
     for (int i = 0; i < 16; ++i) {
       if (i & distance) continue;
       F low = x[i], high = x[i + distance];
-      x[i] = add(low, high);
-      x[i + distance] = sub(low, high);
+      x[i] = low + high;
+      x[i + distance] = low - high;
     }
   }
 }
@@ -38,7 +38,7 @@ inline I gather_group(const T* first_row, int64_t row_stride, int valid_rows, in
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
     if (!(kept >> i & 1)) continue;
-    F y = mul(x[i], set(0.25f));
+    F y = x[i] * 0.25f;
     top = max_int(top, magnitude(y));
     store(out, y);
     out += out_stride;
@@ -127,14 +127,14 @@ inline void emit_tile(const float* values, int lanes, I place, F factor, I usabl
   I packed[16];
   const I step = set_int(kColHash);
   auto next = [&](int k) {
-    F t = from_bits(and_int(bits(mul(load(values + k * lanes), factor)), usable));
-    I r = round<Stochastic>(t, place);
-    place = add_int(place, step);
+    F t = from_bits(bits(load(values + k * lanes) * factor) & usable);
+    I r = clamp(round<Stochastic>(t, place), qmax);
+    place += step;
     return r;
   };
   for (int i = 0; i < 16; ++i) {
     I a = next(4 * i), b = next(4 * i + 1), c = next(4 * i + 2), d = next(4 * i + 3);
-    packed[i] = clamp_bytes(pack_lanes<true>(a, b, c, d), qmax);
+    packed[i] = pack_lanes(a, b, c, d);
   }
   transpose(packed);
   if (columns >= kLanes && rows == kTile) {
@@ -153,15 +153,14 @@ void emit_columns_of(const float* values, const ColumnTask& task, int64_t first,
     F factor = load(reciprocal + c);
     int32_t usable[16];
     for (int i = 0; i < kLanes; ++i) usable[i] = reciprocal[c + i] == 0 ? 0 : -1;
-    I place =
-        mul_int(add_int(set_int(static_cast<uint32_t>(column)), lane_index()), set_int(kRowHash));
-    place = add_int(place, set_int(static_cast<uint32_t>(first) * kColHash));
+    I place = (set_int(static_cast<uint32_t>(column)) + lane_index()) * set_int(kRowHash);
+    place += set_int(static_cast<uint32_t>(first) * kColHash);
     for (int64_t k = first; k < end; k += kTile) {
       int rows = static_cast<int>(end - k < kTile ? end - k : kTile);
       emit_tile<Stochastic>(values + (k - first) * lanes + c, lanes, place, factor,
                             load_int(usable), qmax, out.q + column * out.k + k, out.k,
                             task.width - c, rows);
-      place = add_int(place, set_int(kTile * kColHash));
+      place += set_int(kTile * kColHash);
     }
   }
 }

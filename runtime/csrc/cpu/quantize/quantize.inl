@@ -8,13 +8,13 @@ constexpr uint32_t kRowHash = 0x9E3779B1, kColHash = 0x85EBCA77, kMixHash = 0xC2
 template <bool Stochastic>
 inline I round(F t, I place) {
   if constexpr (!Stochastic) return nearest_to_int(t);
-  I mixed = mul_int(xor_int(bits(t), place), set_int(kMixHash));
+  I mixed = (bits(t) ^ place) * set_int(kMixHash);
   // 1 + (mixed >> 21) / 2048, put together as the bits of a float in [1, 2)
-  I dither = or_int(and_int(shift_right<9>(mixed), set_int(0x007ff000)), set_int(0x3f800000));
-  return add_int(floor_to_int(add(t, from_bits(dither))), set_int(~0u));
+  I dither = (mixed >> 9 & 0x007ff000) | 0x3f800000;
+  return floor_to_int(t + from_bits(dither)) - 1;
 }
 
-inline I magnitude(F x) { return and_int(bits(x), set_int(0x7fffffff)); }
+inline I magnitude(F x) { return bits(x) & 0x7fffffff; }
 
 /// memset may not be given the null pointer of a tensor without elements.
 inline void clear(int8_t* q, int64_t n) {

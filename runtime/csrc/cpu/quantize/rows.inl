@@ -11,8 +11,8 @@ inline F load_block(const T* row, int64_t column, int64_t cols) {
 template <class T>
 inline F transform_block(const Matrix& m, const T* row, int64_t column) {
   F x = load_block(row, column, m.cols);
-  if (m.factors) x = mul(x, load_block(m.factors, column, m.cols));
-  return mul(hadamard_lanes(x), set(0.25f));
+  if (m.factors) x *= load_block(m.factors, column, m.cols);
+  return hadamard_lanes(x) * 0.25f;
 }
 
 template <class T>
@@ -31,18 +31,10 @@ template <bool Stochastic>
 inline void quantize_row(const float* values, int64_t padded, float reciprocal, int qmax,
                          uint32_t row, int8_t* q) {
   F factor = set(reciprocal);
-  I place = add_int(set_int(row * kRowHash), mul_int(lane_index(), set_int(kColHash)));
-  I step = set_int(kLanes * kColHash);
-  auto next = [&](int64_t c) {
-    I r = round<Stochastic>(mul(load(values + c), factor), place);
-    place = add_int(place, step);
-    return r;
-  };
-  for (int64_t c = 0; c < padded; c += kTile) {
-    I a = next(c), b = next(c + 16);
-    bool whole = padded - c >= kTile;
-    I d = whole ? next(c + 32) : set_int(0), e = whole ? next(c + 48) : set_int(0);
-    store_bytes(q + c, clamp_bytes(pack_sequence(a, b, d, e), qmax), whole ? 64 : 32);
+  I place = set_int(row * kRowHash) + lane_index() * set_int(kColHash);
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    store_narrow(q + c, clamp(round<Stochastic>(load(values + c) * factor, place), qmax));
+    place += set_int(kLanes * kColHash);
   }
 }
 
