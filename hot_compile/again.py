@@ -17,9 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hot_compile.passes.base.graph import graphs_of
 from hot_compile.passes.cost.tuned import in_job
 
-SAME = 0.05
-"""Relative difference of an output's values up to which it is the same: more than what bf16 loses
-where kernels fuse otherwise, less than what other random draws make."""
 _SAMPLE = 4096
 """Values of each output by which a forward is recognised as that of the same step."""
 

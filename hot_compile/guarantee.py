@@ -23,9 +23,10 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
 
-from .again import SAME, Again, compiled_for, compiled_node, mutated_places, only_once, twin
+from .again import Again, compiled_for, compiled_node, mutated_places, only_once, twin
 from .config import HotConfig
 from .errors import HotError, OptionWarning
+from .passes.measure.observe import SAME
 from .record import GraphReport
 from .reproduction import cause, write_reproduction
 

@@ -143,6 +143,7 @@ def test_which_forwards_are_watched(every, due):
         calls.append("observed")
         gauge.gradient("p", torch.ones(2), torch.ones(2))  # as its backward would
 
+    observed.check_outputs = lambda: None
     watched = Watched(lambda: calls.append("usual"), observed, gauge, Monitor(every=every), None)
     for _ in range(300):
         watched()

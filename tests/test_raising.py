@@ -207,7 +207,7 @@ def test_an_error_that_no_tensor_makes_takes_the_rungs(monkeypatch):
     change()
     run = Run(model, loss).steps(10)
     assert not run.monitor.raised
-    assert run.monitor.stored["1"].startswith("in 8 bits: whole error")
+    assert run.monitor.stored["1"].startswith("stores activations in 8 bits: whole error")
     assert run.worst < BUDGET
 
 

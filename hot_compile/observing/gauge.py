@@ -20,6 +20,7 @@ from hot_compile.observing.evidence import Spread, Trace, judged
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
 from hot_compile.observing.step_clock import FIRST, StepClock
+from hot_compile.observing.watching import Watch
 from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
 from hot_compile.passes.measure.linear import (
@@ -29,7 +30,7 @@ from hot_compile.passes.measure.linear import (
     quantised_grad_input,
     quantised_grad_weight,
 )
-from hot_compile.passes.measure.observe import Layer, Observer
+from hot_compile.passes.measure.observe import SAME, Layer, Observer
 from hot_compile.passes.measure.stored import Fed
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.record import Crossing
@@ -40,6 +41,8 @@ log = logging.getLogger("hot_compile")
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
 _FORWARDS = 8
 """Most forwards of a look before the first backward: a step may call a graph several times."""
+_FORWARD = 0.2
+"""Relative error that outputs may have by an INT8 forward."""
 _AHEAD = 64
 """For so many forwards it is trusted that none is due: a monitor may be told otherwise."""
 
@@ -92,6 +95,8 @@ class Gauge(Observer):
         """No repair fits into the memory."""
         self.shortage = ""
         """Why there was no memory for the last look; empty if there was."""
+        self.outputs_off = 0.0
+        """Relative error of its outputs, if an INT8 forward makes that too large."""
         self._weights = frozenset(weights)
         self._rotate = rotate
         self._turn = 0
@@ -164,6 +169,19 @@ class Gauge(Observer):
         """Keep what exact code of two kinds differs by, added to that of other forwards."""
         self._uncertain[name] = self._uncertain.get(name, 0) + difference
 
+    @property
+    def same(self) -> float:
+        """As of an observer; an INT8 forward may be as far off as a gradient."""
+        return SAME if self.config.forward == "exact" else _FORWARD
+
+    def differs(self, worst: float) -> None:
+        """As of an observer; an INT8 forward is to blame, if there is one."""
+        if self.config.forward == "exact":
+            super().differs(worst)
+            return
+        self.outputs_off = worst
+        log.warning("hot: an INT8 forward changes what a graph computes by %.2g", worst)
+
     def short(self, error: object) -> None:
         """Say it the first time."""
         if not self.shortage:
@@ -234,7 +252,7 @@ class Watched:
     def __init__(
         self,
         usual: Callable[..., Any],
-        observed: Callable[..., Any],
+        observed: Watch,
         gauge: Gauge,
         monitor: Monitor,
         code: CodeType | None,
@@ -290,10 +308,13 @@ class Watched:
     def conclude(self) -> None:
         """Read and judge what the last watched backwards showed, if there were any."""
         gauge = self.gauge
+        self._observed.check_outputs()
         found = gauge.read()
         if found is not None:
             self._left = 0
-        if found:
+        if gauge.outputs_off and not (gauge.repaired or gauge.stuck):
+            self._repair({}, {})
+        elif found:
             self._judge(found)
         elif self._left and gauge.shortage:
             self._left = 0

@@ -51,13 +51,15 @@ _ATTEMPTS = 3
 """Repairs of single layers and tensors that are tried before those of all of a graph."""
 _NAMED = 4
 """Most layers or tensors of a repair that are named in warnings."""
+_FORWARD = "runs with an exact forward"
 _FINER: Mapping[str, Mapping[str, Any]] = {
-    "in 8 bits": {"forward": "exact", "memory_bits": 8},
-    "exactly": {"forward": "exact", "memory": Memory.OFF},
+    _FORWARD: {"forward": "exact"},
+    "stores activations in 8 bits": {"forward": "exact", "memory_bits": 8},
+    "stores activations exactly": {"forward": "exact", "memory": Memory.OFF},
 }
-"""Rungs towards exact storage, each with an exact forward: what is said of them, and the options
-they change. With the last one all layers are exact, too."""
-_LAST = "exactly"
+"""Rungs towards an exact graph: what is said of it, and the options that they change. With the last
+one all layers are exact, too."""
+_LAST = "stores activations exactly"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +112,8 @@ class Monitor:
     """Relative error that a gradient may have, or, where that is more, 0.3 of what it differs from
     batch to batch. What is to blame for more is done more exactly: a layer's own g_x or g_w becomes
     exact if it takes more than the budget, tensors are stored in more bits whose storing takes more
-    than its share of it. If there is none: the graph's activations are stored in 8 bits, then
-    exactly, and then all layers become exact. None: only watch."""
+    than its share of it. If there is none: the graph's forward becomes exact, its activations are
+    stored in 8 bits, then exactly, and then all layers become exact. None: only watch."""
     rotate: int = 4
     """Measure the strategies of every so many layers per watched step, all of them in turn; 1: all
     at once. Whole errors are measured each time."""
@@ -230,6 +232,9 @@ class Monitor:
             step, found, stored: as for :meth:`report`; of every layer and tensor.
             gauge: what the looks at the graph showed.
         """
+        if gauge.outputs_off:
+            why = f"outputs off by {gauge.outputs_off:.2g}, at step {step}"
+            return self.budget is not None and self._refine(gauge, why)
         assert self.budget is not None
         whole = gauge.errors
         of = f"whole error of {whole.name} {whole.worst:.3g}, " if whole else ""
@@ -293,13 +298,13 @@ class Monitor:
             return True
         changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
         rung, room = next(changes, _LAST), gauge.room()
-        if gauge.exact_more > room:
-            _too_little(f"activations of this graph are not stored {rung}", room)
+        if rung != _FORWARD and gauge.exact_more > room:
+            _too_little(f"no graph that {rung}", room)
             return False
         self.stored.update(dict.fromkeys(gauge.names, f"{rung}: {why}"))
         if rung == _LAST:
             self.demoted.update(dict.fromkeys(gauge.layers, why))
-        log.warning("hot: activations of this graph are stored %s from now on: %s", rung, why)
+        log.warning("hot: a graph %s from now on: %s", rung, why)
         return True
 
     def _exact(self, gauge: Gauge) -> bool:
@@ -410,7 +415,7 @@ def _changes(config: HotConfig, change: Mapping[str, Any]) -> bool:
         return True
     if config.memory is Memory.OFF:
         return False
-    return "memory" in change or (config.memory_bits or 0) < change["memory_bits"]
+    return "memory" in change or (config.memory_bits or 0) < change.get("memory_bits", 0)
 
 
 def monitor_of(options: Mapping[str, Any]) -> Monitor | None:

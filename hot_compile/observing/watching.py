@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import Node
 
-from hot_compile.again import SAME, Again, compiled_for, compiled_node, differentiable
+from hot_compile.again import Again, compiled_for, compiled_node, differentiable
 from hot_compile.memory import saved_by, storage_bytes
 from hot_compile.observing.eager import Eager, TooLarge
 from hot_compile.passes.measure.observe import Observation, Observer
@@ -161,7 +161,7 @@ class Doubled:
                 self._quick.in_one_piece(step.args)
             return self._surely(step, tangents)
         deviation, other = self._quick.gradients(step, tangents)
-        self._mistaken = self._guesses and float(deviation) >= SAME
+        self._mistaken = self._guesses and float(deviation) >= self._observer.same
         if not (self._mistaken or wants_stored):
             return deviation, other
         with step.random.again():
@@ -220,7 +220,7 @@ class Watch:
 
     def __call__(self, *args: Any) -> Any:
         """One forward of the usual graph; what it returns is just what that does."""
-        self._check_deviations()
+        self.check_outputs()
         if self._observer.problem is not None:
             return self.usual(*args)
         look = None
@@ -256,15 +256,15 @@ class Watch:
         self._deviations.append(look.deviation)
         for name, want in look.exact.items():
             if name in usual:
-                want = torch.where(look.deviation < SAME, want, torch.nan)
+                want = torch.where(look.deviation < self._observer.same, want, torch.nan)
                 self._observer.gradient(name, sketch(usual[name]), want)
 
-    def _check_deviations(self) -> None:
+    def check_outputs(self) -> None:
+        """Tell the observer if a twin's outputs were not the step's; waits for the device."""
         pending, self._deviations = self._deviations, []
         worst = max((float(deviation) for deviation in pending), default=0.0)
-        if worst >= SAME:
-            error = RuntimeError(f"its outputs differ by {worst:.2g} from the watched step's")
-            self._observer.failed("an exact twin computed something else", error)
+        if worst >= self._observer.same:
+            self._observer.differs(worst)
 
 
 class _Look:

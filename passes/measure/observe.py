@@ -30,6 +30,10 @@ from hot_compile.passes.measure.stored import Fed
 
 log = logging.getLogger("hot_compile")
 
+SAME = 0.05
+"""Relative difference of an output's values up to which it is the same: more than what bf16 loses
+where kernels fuse otherwise, less than what other random draws make."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -62,6 +66,8 @@ class Observer:
     """Why it is shown nothing more of some graph."""
     wants_stored: bool = False
     """It is shown what crosses to the backward, too."""
+    same: float = SAME
+    """Relative difference up to which a step's outputs are those of its exact twin."""
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Look at g_y [L, O], W [O, I] and x [L, I]; None where the backward has no use for it.
@@ -84,6 +90,11 @@ class Observer:
 
     def uncertain(self, name: str, difference: Tensor) -> None:
         """Take a sketch: by what a parameter's gradients by exact code of two kinds differ."""
+
+    def differs(self, worst: float) -> None:
+        """Outputs were further than ``same`` from the twin's: by default the twin is not trusted."""
+        error = RuntimeError(f"its outputs differ by {worst:.2g} from the watched step's")
+        self.failed("an exact twin computed something else", error)
 
     def short(self, error: object) -> None:
         """Memory was too short for this look; the next one may have more."""

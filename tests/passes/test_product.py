@@ -275,18 +275,19 @@ def test_calibration_measures_outputs_and_files_keep_them():
 def test_a_monitor_gives_the_graph_an_exact_forward_with_its_first_rung():
     monitor, rungs = Monitor(budget=0.1), []
     options = {"forward": "int8"}
-    for n in range(3):
+    for n in range(4):
         config = monitor.applied(HotConfig.from_options(options), ["fc1.weight"])
         gauge = Gauge(config=config)
         gauge.layers.add("fc1")
         gauge.gradient("fc1.weight", torch.tensor([1.5]), torch.tensor([1.0]))
         found = gauge.read()
         assert found["fc1"]["weight.grad"].error == 0.5
-        if n < 2:
+        if n < 3:
             assert "fc1.weight" in monitor.faults(found, gauge)
             monitor.repair(n, found, {}, gauge)
         config = monitor.applied(HotConfig.from_options(options), ["fc1.weight"])
         rungs.append((config.forward, config.memory_bits, str(config.memory)))
-    assert rungs == [("exact", 8, "auto"), ("exact", None, "off"), ("exact", None, "off")]
+    exact = ("exact", None, "off")
+    assert rungs == [("exact", None, "auto"), ("exact", 8, "auto"), exact, exact]
     assert "fc1" in monitor.demoted  # all of the graph is exact: nothing is left to repair
     assert monitor.faults(found, gauge) == {}
