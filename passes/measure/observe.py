@@ -92,7 +92,7 @@ class Observer:
         """Take a sketch: by what a parameter's gradients by exact code of two kinds differ."""
 
     def differs(self, worst: float) -> None:
-        """Outputs were further than ``same`` from the twin's: by default the twin is not trusted."""
+        """Outputs are further than ``same`` from the twin's, which by default is not trusted."""
         error = RuntimeError(f"its outputs differ by {worst:.2g} from the watched step's")
         self.failed("an exact twin computed something else", error)
 
