@@ -2,10 +2,9 @@
 
     python benchmarks/fidelity.py run --device cuda --jobs 16          # all cells, resumable
     python benchmarks/fidelity.py run --tasks digits --recipes exact;hot --seeds 3
-    python benchmarks/fidelity.py report                     # docs/measured/fidelity.md, JSON, PNG
+    python benchmarks/fidelity.py report                          # docs/measured/fidelity.md, JSON
     python benchmarks/fidelity.py restore                              # cells from that JSON
-    python benchmarks/fidelity.py run --recipes 8-bit --seeds 3 --out out/eight_bits
-    python benchmarks/fidelity.py figures FILE.json --out out/eight_bits   # for pages.py
+    python benchmarks/fidelity.py figures FILE.json                        # for pages.py
     python benchmarks/fidelity.py run --suite images,table2 --device cuda --jobs 14
 
 A cell is one task trained with one recipe from one seed; its result is a line of ``cells.jsonl`` in
@@ -35,15 +34,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from fidelity_cells import EIGHT_BITS, FLOAT8, SUITES, Cells, keep
+from fidelity_cells import SUITES, Cells, figures_of, keep, scores, write_figures
 from fidelity_real import REAL, as_products
-from fidelity_report import figures_of, write_figures, write_report
-from fidelity_tasks import NEEDS_PRETRAINING, Setting, pretrain
 from fidelity_tasks import TASKS as SMALL
-from float8_reference import in_float8
+from fidelity_tasks import Setting
 from pages import filled
 from report import environment, show
-from tables import scores
 from torch._inductor.compile_fx import compile_fx_inner
 
 from hot_compile.backend import hot
@@ -66,56 +62,31 @@ RECIPES: dict[str, dict[str, Any]] = {
     "exact": {"recipe": "exact"},
     "hot": {"recipe": "hot", **OFF},
     "hot, memory": {"recipe": "hot"},
-    "hot+lqs": {"recipe": "hot", **OFF, "lqs": "auto"},
     "fast": {"recipe": "fast", **OFF},
-    "fast, budget 0.5": {"recipe": "fast", **OFF, "error_budget": 0.5},
-    "fast, on trust": {"recipe": "fast", **OFF, "lqs": "off"},
     "paper": {"recipe": "paper"},
     "paper+lqs": {"recipe": "paper", "lqs": "auto"},
     "int4-naive": {"recipe": "int4-naive"},
     "luq": {"recipe": "luq"},
     "lbp-wht": {"recipe": "lbp-wht"},
-    "int8": {"recipe": "int8", **OFF},
-    "hot, memory in 8 bits": {"recipe": "hot", "memory_bits": 8},
-    "hot, memory as in the paper": {"recipe": "hot", "memory": "paper"},
     "paper, no ABC": {**PER_TOKEN, "recompute": True},
     **{f"paper, r={rank}": {**PER_TOKEN, "rank": rank} for rank in (16, 8, 4, 2, 1)},
     "8-bit forward": {"recipe": "int8-forward"},
-    FLOAT8: {"recipe": "exact"},
     "LoRA factors": {"recipe": "paper", "exclude": ["*.base_layer"], "override": LOW_RANK},
     "LoRA frozen": {"recipe": "paper"},
     "LoRA both": {"recipe": "paper", "override": LOW_RANK},
 }
 """Options by the name that tables show. Every layer is rewritten, whether or not it pays; tensors
 that no layer reads are left alone, except in "hot, memory", the default of ``hot``, and its kin
-("8-bit forward" among them). What is "fake" changes the model, not the backend.
-"""
-MAIN = tuple(RECIPES)[:13]
-_STORED = ("hot, memory in 8 bits", "hot, memory as in the paper")
-_OTHERS = ("exact", "hot, memory", "hot", "fast")
-_FORWARDS = ("8-bit forward", FLOAT8)
-SUITE: dict[str, tuple[str, ...]] = {
-    "glyph-scratch": (*MAIN, *_STORED, *(f"paper, r={r}" for r in (16, 8, 4, 2, 1)), *_FORWARDS),
-    "char-gpt": (*MAIN, *_STORED, *_FORWARDS),
-    "glyph-tune": (*MAIN, "paper, no ABC", "paper, r=8", *_FORWARDS),
-    "digits": (*MAIN, *_FORWARDS),
-    "lora": (*_OTHERS, "LoRA factors", "LoRA frozen", "LoRA both", *_FORWARDS),
-    "two-digits": (*_OTHERS, *_FORWARDS),
-    "glyph-resnet": (*_OTHERS, "hot, memory in 8 bits", *_FORWARDS),
-}
-"""What the full suite runs for each of the small tasks."""
+("8-bit forward" among them)."""
 OF_PAPERS = ("paper", "int4-naive", "luq", "lbp-wht")
 """Recipes, by how they begin, that see convolutions as products."""
 IMPORTANCE = (
-    *("exact", "hot, memory", *_FORWARDS, "hot", "fast", "LoRA both", "LoRA frozen"),
-    *("luq", "int4-naive", "lbp-wht", "paper, r=4", "paper, r=2", "paper, r=1", *_STORED),
-    *("LoRA factors", "paper", "fast, budget 0.5", "fast, on trust", "paper, r=8", "paper, r=16"),
-    *("paper+lqs", "hot+lqs", "paper, no ABC", "int8"),
+    *("exact", "hot, memory", "8-bit forward", "fast", "LoRA both", "LoRA frozen", "luq"),
+    *("int4-naive", "lbp-wht", "paper, r=4", "paper, r=2", "paper, r=1", "LoRA factors", "paper"),
+    *("paper, r=8", "paper, r=16", "paper+lqs", "paper, no ABC", "hot"),
 )
 """The order in which they are run."""
 SEEDS = 3
-MORE_SEEDS = {("glyph-scratch", recipe): 6 for recipe in ("exact", "hot", "hot, memory")}
-"""Where three seeds did not settle it."""
 AT_ONCE = 3
 """Seeds of a task and recipe that one process trains, taking turns."""
 
@@ -130,13 +101,9 @@ Group = tuple[str, str, list[int]]
 
 @app.command()
 def run(
-    suite: Annotated[
-        str, typer.Option(help=f"comma-separated; small, {', '.join(SUITES)}")
-    ] = "small",
+    suite: Annotated[str, typer.Option(help=f"comma-separated; {', '.join(SUITES)}")] = "small",
     tasks: Annotated[str, typer.Option(help=f"comma-separated; {', '.join(TASKS)}")] = "",
-    recipes: Annotated[
-        str, typer.Option(help="separated by ';'; 8-bit: those of its table; else the suite's")
-    ] = "",
+    recipes: Annotated[str, typer.Option(help="separated by ';'; else the suite's")] = "",
     seeds: Annotated[int, typer.Option(help="how many; by default the suite's")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     jobs: Annotated[int, typer.Option(help="processes at once, of all GPUs together")] = 1,
@@ -151,10 +118,9 @@ def run(
     out: Out = OUT,
 ) -> None:
     """Train every cell that has no result yet."""
-    suites = {"small": SUITE, **SUITES}
-    known = [each for name in _some_of(suites, suite, ",") for each in suites[name].items()]
+    known = [each for name in _some_of(SUITES, suite, ",") for each in SUITES[name].items()]
     names = _some_of(dict(known), tasks, ",") or list(dict(known))
-    chosen = EIGHT_BITS if recipes == "8-bit" else _some_of(RECIPES, recipes, ";")
+    chosen = _some_of(RECIPES, recipes, ";")
     pairs = {(t, recipe): None for t, some in known if t in names for recipe in chosen or some}
     done = Cells.load(out).keys()
     groups = [group for pair in pairs for group in _groups(*pair, seeds, done)]
@@ -182,7 +148,7 @@ def _groups(
 
     The first is alone: a run that is stopped has one seed of everything before two of anything.
     """
-    count = seeds or MORE_SEEDS.get((task, recipe), SEEDS)
+    count = seeds or SEEDS
     missing = [s for s in range(count) if (task, recipe, s) not in done]
     size = 1 if _observes(recipe) else AT_ONCE  # what is observed is recompiled
     rest = (missing[i : i + size] for i in range(1, len(missing), size))
@@ -273,8 +239,6 @@ _BOTH_LOOKS = 8
 def _train_group(task: str, recipe: str, seeds: list[int], setting: Setting, lower: bool) -> None:
     """Train the seeds side by side and write their cells."""
     torch._dynamo.reset()
-    if task in NEEDS_PRETRAINING:
-        pretrain(setting)
     start, work, reports = time.monotonic(), _task(task, recipe, setting), Reports()
     observing = _observes(recipe)
     profile = setting.out / "profiles" / f"{task}.{recipe}.{seeds[0]}.json"
@@ -309,8 +273,6 @@ def _task(task: str, recipe: str, setting: Setting) -> Task:
     work = TASKS[task](setting)
     if setting.steps:
         work = dataclasses.replace(work, steps=setting.steps)
-    if recipe == FLOAT8:
-        return dataclasses.replace(work, build=lambda: in_float8(work.build()))
     if recipe.startswith(OF_PAPERS):
         return dataclasses.replace(work, build=lambda: as_products(work.build()))
     return work
@@ -344,16 +306,13 @@ def _backend(recipe: str, task: Task, profile: Path, **keywords: Any) -> Callabl
 
 @app.command()
 def report(out: Out = OUT, document: Document = DOCUMENT) -> None:
-    """Tables, JSON and picture from the cells that there are, of every suite."""
-    cells = Cells.load(out)
+    """Tables and JSON from the cells that there are, of every suite."""
+    cells, said = Cells.load(out), list[str]()
     if not cells.tasks:
         raise typer.BadParameter(f"got no cells in {out}; run them first, or give --out")
-    said = []
     for suite, tasks in SUITES.items():
         if (some := cells.of(tasks)).tasks:
             said += write_figures(some, figures_of(document, suite))
-    if (small := cells.of(SUITE)).tasks:
-        said += write_report(small, out, document, MAIN)
     document.write_text(filled(document.read_text(), figures_of(document).parent))
     print(*said, sep="\n")
 
@@ -369,7 +328,7 @@ def figures(file: Path, out: Out = OUT) -> None:
 def restore(out: Out = OUT, document: Document = DOCUMENT) -> None:
     """Cells from the report's JSON, where there are none: to go on from a published run."""
     done = Cells.load(out).keys()
-    files = [figures_of(document, suite) for suite in ("", *SUITES)]
+    files = [figures_of(document, suite) for suite in SUITES]
     published = (json.loads(file.read_text())["rows"] for file in files if file.exists())
     for row in (row for rows in published for row in rows):
         if (row["task"], row["recipe"], row["seed"]) not in done:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tables import Document, Lines
 
 LOWER_IS_BETTER = {"loss"}
+_BYTES = ("MiB held", "MiB peak")
 FILE = "cells.jsonl"
 """Of a folder: a line a cell, in the order in which they were finished."""
-FLOAT8 = "float8, fake"
-EIGHT_BITS = ("exact", "hot, memory", "8-bit forward", FLOAT8)
-"""Recipes of the table of 8-bit forwards."""
 
 NAMES = {
     "exact": "exact",
@@ -31,6 +32,7 @@ NAMES = {
 _MODELS = ("resnet18", "resnet34", "resnet50", "efficientformer_l1", "efficientformer_l3", "vit")
 IMAGES = tuple(f"images-{name}" for name in _MODELS)
 SUITES: dict[str, dict[str, tuple[str, ...]]] = {
+    "small": dict.fromkeys(("digits", "char-gpt", "two-digits"), tuple(NAMES)),
     "images": {name: tuple(NAMES) for name in IMAGES},
     "text": {
         "smollm2": ("exact", "hot, memory", "8-bit forward", "fast", "luq", "paper"),
@@ -43,8 +45,9 @@ SUITES: dict[str, dict[str, tuple[str, ...]]] = {
         *("exact", "LoRA factors", "LoRA frozen", "LoRA both", "hot, memory", "8-bit forward"),
     )},
 }  # fmt: skip
-"""What the papers' tables run for each task: the shape of table 4, on images and on what was
-pretrained; and of tables 1 (ABC, LQS one by one), 2 (ranks) and 3 (LoRA)."""
+"""What is run for each task. ``small`` needs nothing that is not installed; the others are the
+papers' tables: the shape of table 4, on images and on what was pretrained; and tables 1 (ABC, LQS
+one by one), 2 (ranks) and 3 (LoRA)."""
 
 
 def keep(out: Path, data: dict[str, Any]) -> None:
@@ -142,3 +145,57 @@ def score_of(cells: list[Cell]) -> str:
     """Of one task and recipe, over the seeds: a loss, or an accuracy in percent."""
     lower = bool(cells) and cells[0].metric in LOWER_IS_BETTER
     return mean_spread([c.score for c in cells], 1 if lower else 100, 3 if lower else 2)
+
+
+def figures_of(document: Path, suite: str = "") -> Path:
+    """A suite's JSON of docs/measured/fidelity.md: docs/benchmarks/fidelity.json, or of a name."""
+    name = "_".join(filter(None, (document.stem, suite)))
+    return document.parents[1] / "benchmarks" / f"{name}.json"
+
+
+def write_figures(cells: Cells, file: Path) -> list[str]:
+    """All cells' figures as one JSON file; says what was run where and when."""
+    rows = cells.rows()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    runs = Counter(map(_run_of, rows))
+    said = (f"  {count} cells: {', '.join(run)}" for run, count in runs.items())
+    return [f"{len(rows)} cells: {file}", *said]
+
+
+def _run_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """When, where and with what it was run."""
+    environment = row.get("environment", {})
+    return (row.get("date", "no date"), *(f"{environment.get(k)}" for k in ("device", "torch")))
+
+
+def scores(documents: list[Document]) -> Lines:
+    """``fidelity.py``: tasks by recipes, each beside exact by seed; bytes of one step."""
+    cells = _cells(documents)
+    lines: Lines = [("task", "recipe", "score", "better than exact by, %", "seeds", *_BYTES)]
+    for task in cells.tasks:
+        unit = ""
+        for recipe in cells.recipes(task):
+            found, gain = cells.get(task, recipe), mean_spread(cells.relative(task, recipe), 100)
+            name = "" if unit else task
+            unit = "loss" if found[0].metric in LOWER_IS_BETTER else "%"
+            sizes = (found[0].held_bytes, found[0].raw.get("peak_bytes", 0))
+            each = (f"{size / 2**20:.0f}" if size else "" for size in sizes)
+            gain = "" if recipe == "exact" else gain
+            lines.append((name, recipe, f"{score_of(found)} {unit}", gain, str(len(found)), *each))
+    return lines
+
+
+def papers(documents: list[Document]) -> Lines:
+    """``fidelity.py``: the shape of the papers' table 4, models by methods."""
+    cells = _cells(documents)
+    lines: Lines = [("model", *NAMES.values(), "seeds")]
+    for task in cells.tasks:
+        scores = (score_of(cells.get(task, recipe)) for recipe in NAMES)
+        seeds = max(len(cells.get(task, recipe)) for recipe in NAMES)
+        lines.append((task.removeprefix("images-"), *scores, str(seeds)))
+    return lines
+
+
+def _cells(documents: list[Document]) -> Cells:
+    return Cells(row for document in documents for row in document["rows"])

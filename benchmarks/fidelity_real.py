@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from fidelity_cells import IMAGES
-from fidelity_tasks import LORA_RANK, Setting
+from fidelity_tasks import Setting
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,6 +39,7 @@ HELD_OUT = 20
 """One file of the standard library in so many is for validation."""
 SIDE, UPSCALED, LARGE = 32, 128, 224
 """Pixels of small images, of what an EfficientFormer makes of them, of a folder's images."""
+LORA_RANK = 16
 _PROJECTIONS = r".*\.(q|k|v|o|gate|up|down)_proj"
 _TEMPERATURE = 0.05
 _FASHION = "train-images-idx3-ubyte*"

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
-from float8_reference import takes_float8
 from torch import nn
 
 RECOMPUTE = "+recompute"
 FLOAT8 = "float8-"
+HEADS = ("head", "fc", "classifier", "lm_head")
+_MULTIPLE = 16
 
 
 def compile_for(config: str, model: nn.Module) -> Callable[..., Any]:
@@ -51,6 +52,17 @@ def _to_float8(model: nn.Module, recipe: str) -> None:
 
     settings = Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(model, config=settings, module_filter_fn=takes_float8)
+
+
+def takes_float8(module: nn.Module, path: str) -> bool:
+    """Whether torchao's documentation would have the layer converted: every one but the head whose
+    sizes hardware can take. Of a convolution these are its channels.
+    """
+    sizes = (
+        *(getattr(module, name, 0) for name in ("in_features", "out_features")),
+        *(getattr(module, name, 0) for name in ("in_channels", "out_channels")),
+    )
+    return path not in HEADS and any(sizes) and not any(size % _MULTIPLE for size in sizes)
 
 
 def _setting(text: str) -> tuple[str, Any]:

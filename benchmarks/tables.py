@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
-from fidelity_forwards import eight_bits, forwards, papers, scores
+from fidelity_cells import papers, scores
 
 Document = dict[str, Any]
 Raw = dict[str, Any]
@@ -186,8 +186,5 @@ def cold_compilation(documents: list[Document]) -> Lines:
 
 TABLES: dict[str, Callable[[list[Document]], Lines]] = {
     table.__name__: table
-    for table in (
-        *(steps, budgets, layers, heads, cold_compilation),
-        *(eight_bits, forwards, papers, scores),
-    )
+    for table in (steps, budgets, layers, heads, cold_compilation, papers, scores)
 }

@@ -216,3 +216,11 @@ def test_the_zoo_beside_stock(program, tmp_path):
     zoo.page(results, tmp_path / "zoo.md")
     page = (tmp_path / "zoo.md").read_text()
     assert f"| {name} | 14 | 3 of 4 |" in page
+
+
+def test_float8_takes_what_hardware_can(program):
+    step, layer = program("step"), torch.nn.Linear(48, 32)
+    assert step.takes_float8(layer, "body")
+    assert not step.takes_float8(layer, "head")
+    assert not step.takes_float8(torch.nn.Linear(48, 10), "body")
+    assert not step.takes_float8(torch.nn.Conv2d(1, 16, 3), "stem")
