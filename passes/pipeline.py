@@ -22,7 +22,7 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.base.steps import Step
 from hot_compile.passes.context import Context
-from hot_compile.passes.exact.casts import cast_together
+from hot_compile.passes.exact.casts import cast_together, count_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.forward.rewrite import rewrite_forwards
@@ -406,7 +406,7 @@ def _pieces(cut: Partitioned) -> int:
 def _casts(cut: Partitioned) -> int:
     if cut.plan is None or not cut.context.config.exact_forms:
         return 0
-    return sum(map(cast_together, cut.graphs))
+    return sum(map(cast_together, cut.graphs)) + count_together(cut.forward.graph)
 
 
 def _gather(cut: Partitioned) -> int:

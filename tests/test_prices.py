@@ -432,7 +432,7 @@ def test_by_default_a_gpus_step_takes_little_longer_for_storing(file_of, name, m
 
 
 def test_what_moves_memory_only_keeps_its_dearest_exact(file_of):
-    (graph,) = predict(convolutions, 64, file_of("H100"), "bf16").graphs
+    (graph,) = predict(convolutions, 512, file_of("H100"), "bf16").graphs
     assert any(c.reason == pipeline.TOO_DEAR for c in graph.crossing)
     assert any(c.scheme != "exact" for c in graph.crossing)
 

@@ -48,6 +48,8 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
         restored = _read_less(whole, held, rates)
     if scheme.spec.around:  # its mean is found by a kernel that reads all of it
         packed += whole / rates.copy + rates.start
+    if scheme.spec.unit is Unit.CHANNEL:
+        packed += _BY_CHANNEL * rates.start
     return packed + restored
 
 

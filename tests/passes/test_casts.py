@@ -80,3 +80,49 @@ def test_says_what_single_casts_say(device, dtype):
 def test_is_defined_as_torch_wants_operators_to_be():
     args = ([torch.randn(3, 4), torch.randn(5)], BF16)
     torch.library.opcheck(torch.ops.hot.cast_together.default, args)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "together"), [((8, 4, 1, 1), True), ((8, 1, 3, 3), True), ((8, 4, 3, 3), False)]
+)
+def test_kernels_of_convolutions_that_lie_as_they_are_read(kernel, together):
+    graph = fx.Graph()
+    weights = [graph.placeholder(f"p{n}") for n in range(2)]
+    image = graph.placeholder("image")
+    with FakeTensorMode():
+        for weight in weights:
+            weight.meta["val"] = torch.empty(kernel, device="cuda")
+        channels = kernel[1] if kernel[1] > 1 else kernel[0]
+        image.meta["val"] = torch.empty(2, channels, 8, 8, dtype=BF16, device="cuda")
+    end = graph.output(())
+    emit, settings = Emitter(graph, end, image), ([1, 1], [1, 1], [1, 1], False, [0, 0])
+    groups = channels // kernel[1]
+    end.args = (
+        tuple(
+            emit(aten.convolution.default, image, emit.cast(w, BF16), None, *settings, groups)
+            for w in weights
+        ),
+    )
+    assert casts.cast_together(graph) == (2 if together else 0)
+    graph.lint()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_counts_of_steps_are_one_call(device):
+    graph = fx.Graph()
+    counts = [graph.placeholder(f"p{n}") for n in range(4)]
+    with FakeTensorMode():
+        for count in counts[:3]:
+            count.meta["val"] = torch.empty((), dtype=torch.int64, device=device)
+        counts[3].meta["val"] = torch.empty((), device=device)  # no whole number
+    end = graph.output(())
+    emit = Emitter(graph, end, counts[0])
+    for count in counts:
+        emit(aten.copy_.default, count, emit(aten.add.Tensor, count, 1))
+    assert casts.count_together(graph) == (3 if device == "cuda" else 0)
+    graph.lint()
+    adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    assert len(adds) == (1 if device == "cuda" else 4)
+    values = [torch.tensor(n) for n in range(3)] + [torch.tensor(0.5)]
+    fx.GraphModule({}, graph)(*values)
+    assert [value.item() for value in values] == [1, 2, 3, 1.5]
