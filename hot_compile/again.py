@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ class Again:
     def __init__(self, args: Sequence[Any], mutated: Set[int]) -> None:
         """Before the step's forward. ``mutated``: places of the inputs that it changes."""
         self._given = args
-        self._mutated = mutated
+        self.mutated = mutated
+        self.coming = 0
+        """Bytes that the step will take in any case, beside what it has."""
         self.args = [_copied(a) if i in mutated else a for i, a in enumerate(args)]
         self.random = RandomState(args)
         kinds = sorted({"cpu", *(a.device.type for a in args if isinstance(a, Tensor))})
@@ -41,7 +43,7 @@ class Again:
 
     def sample(self, outputs: Sequence[Any]) -> None:
         """After the forward: know its outputs again."""
-        self._sample = _sampled(outputs)
+        self._samples = samples_of(outputs)
 
     @property
     def stale(self) -> bool:
@@ -52,7 +54,7 @@ class Again:
 
     def put_back(self) -> None:
         """Give inputs that the forward changed, and the random state, as they were."""
-        for place in self._mutated:
+        for place in self.mutated:
             tensor, before = self._given[place], self.args[place]
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(before)
@@ -62,7 +64,7 @@ class Again:
         """(leaves in the inputs' places, what ``function`` makes of them), as autocast was."""
         inputs = [fresh(a) if isinstance(a, Tensor) else a for a in self.args]
         with self.modes():
-            given = [a.clone() if i in self._mutated else a for i, a in enumerate(inputs)]
+            given = [a.clone() if i in self.mutated else a for i, a in enumerate(inputs)]
             return inputs, function(*given)
 
     @contextlib.contextmanager
@@ -74,10 +76,19 @@ class Again:
                 stack.enter_context(torch.autocast(kind, dtype, enabled))
             yield
 
-    def deviation(self, outputs: Sequence[Any]) -> Tensor:
-        """Relative difference from the step's own; 0 of nothing, not finite of what is not."""
-        want, tiny = self._sample, torch.finfo(torch.float32).tiny
-        return (_sampled(outputs) - want).norm() / want.norm().clamp_min(tiny)
+    def deviation(self, samples: Mapping[int, Tensor]) -> Tensor:
+        """Relative difference from the step's own; 0 of nothing, not finite of what is not.
+
+        ``samples``: by place, what :func:`sampled` makes of outputs.
+        """
+        places, tiny = (
+            sorted(self._samples.keys() & samples.keys()),
+            torch.finfo(torch.float32).tiny,
+        )
+        if not places:
+            return torch.zeros(())
+        want, got = (torch.cat([s[i] for i in places]) for s in (self._samples, samples))
+        return (got - want).norm() / want.norm().clamp_min(tiny)
 
 
 class RandomState:
@@ -221,12 +232,13 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]
 
 
-def _sampled(outputs: Sequence[Any]) -> Tensor:
-    """Values of the outputs that have a gradient, as one fp32 vector."""
-    parts = []
-    for output in outputs:
-        if differentiable(output):
-            count = min(_SAMPLE, output.numel())
-            where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64)
-            parts.append(torch.take(output.detach(), where.long().to(output.device)).float())
-    return torch.cat(parts) if parts else torch.empty(0)
+def sampled(output: Tensor) -> Tensor:
+    """Some values of an output, fp32."""
+    count = min(_SAMPLE, output.numel())
+    where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64)
+    return torch.take(output.detach(), where.long().to(output.device)).float()
+
+
+def samples_of(outputs: Sequence[Any]) -> dict[int, Tensor]:
+    """By place: some values of each output that has a gradient."""
+    return {i: sampled(x) for i, x in enumerate(outputs) if differentiable(x)}

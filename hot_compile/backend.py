@@ -30,11 +30,12 @@ from .observing.acceptance import Acceptance, Findings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.draws import drawn_alike, draws
-from .observing.eager import Eager, Heads, TooLarge, room
+from .observing.eager import Eager, Heads, room
 from .observing.gauge import Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
 from .observing.step_clock import clock_of
 from .observing.stretches import without_logits
+from .observing.walk import TooLarge
 from .observing.watching import Doubled, Twin, Watch
 from .passes.base.graph import module_path, readable
 from .passes.base.site import bytes_of
@@ -315,7 +316,7 @@ class _Graph:
         plain, random = dataclasses.replace(self, inner_compile=run_uncompiled), draws(gm)
         run = self.finished(config, profile)
         free, heads = config.accept == "free", self._heads(config)
-        quick = Eager(gm, names, self.example_inputs, free, heads)
+        quick = Eager(gm, names, self.example_inputs, free, heads, gauge.short)
         if random and not (drawn_alike(gm) and self.inner_compile is compile_fx_inner):
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)

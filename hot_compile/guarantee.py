@@ -23,7 +23,15 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
 
-from .again import Again, compiled_for, compiled_node, mutated_places, only_once, twin
+from .again import (
+    Again,
+    compiled_for,
+    compiled_node,
+    mutated_places,
+    only_once,
+    samples_of,
+    twin,
+)
 from .config import HotConfig
 from .errors import HotError, OptionWarning
 from .passes.measure.observe import SAME
@@ -176,7 +184,7 @@ class Guaranteed:
                 with step.random.again():
                     inputs, outputs = step.run(run)
                     other: Any = compiled_node(outputs, inputs)
-                    if not (_alike(node, other) and step.deviation(outputs) < SAME):
+                    if not (_alike(node, other) and step.deviation(samples_of(outputs)) < SAME):
                         text = "a forward that is done again computes something else"
                         raise RuntimeError(text) from error
                     found = other.apply(*gradients)

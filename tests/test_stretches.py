@@ -1,22 +1,26 @@
 """Looks in little memory, in stretches and heads in chunks; random numbers, nothing compiled."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from samples_looks import looks_stay_below_a_gpus_peak
+from samples_looks import Counter, looks_stay_below_a_gpus_peak
 from torch import nn
 
 import hot_compile
+from hot_compile.again import Again
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.memory import peak_bytes
-from hot_compile.observing import acceptance, eager
+from hot_compile.observing import acceptance, eager, walk
 from hot_compile.observing.draws import Draws, drawn_alike, draws
 from hot_compile.observing.eager import Eager
-from hot_compile.observing.stretches import Cut, Sizes, can_be_cut
+from hot_compile.observing.stretches import Sizes, can_be_cut
+from hot_compile.observing.walk import Graph, Room, Walk
 from hot_compile.observing.watching import Twin
+from hot_compile.passes.measure.sketch import sketch
 
 CPU = torch.device("cpu")
 VOCABULARY, ROWS = 24000, 8 * 128
@@ -64,46 +68,34 @@ def tokens(vocabulary=VOCABULARY, device="cpu", shape=(8, 128)):
 
 
 @pytest.fixture
-def gpu_of(monkeypatch):
-    """A CPU that has risen by so many MiB, as far as looks know."""
-
-    def set_to(risen, unused=0):
-        monkeypatch.setattr(eager, "cuda_devices", lambda args: [0])
-        monkeypatch.setattr(eager, "_risen", lambda device: risen * 2**20)
-        monkeypatch.setattr(eager, "_unused", lambda device: unused * 2**20)
-        monkeypatch.setattr(eager, "_LITTLE", 0)
-
-    return set_to
-
-
-@pytest.fixture
 def looks(monkeypatch):
-    """Of each: (what it took, what was predicted, how the graph was cut)."""
-    seen, own = [], Eager.gradients
+    """What each took. A CPU that steps have risen on by ``looks.risen`` bytes, if that is set."""
+    own, counters = Eager.gradients, []
+
+    class Looks(list):
+        risen = None
 
     def counted(self, *given):
-        results, fitting = [], []
-        own_fitting = self._fitting
-
-        def noted(args):
-            fitting.append(own_fitting(args))
-            return fitting[-1]
-
-        monkeypatch.setattr(self, "_fitting", noted)
-        took = peak_bytes(lambda: results.append(own(self, *given)), CPU)
-        ((need, cut),) = [way for way in self._ways if way[1] is fitting[0]]
-        seen.append((took, need, cut))
+        results = []
+        monkeypatch.setattr(walk, "cuda_devices", lambda _: [0] * (seen.risen is not None))
+        counters.append(Counter())
+        with counters[-1] if seen.risen is not None else contextlib.nullcontext():
+            seen.append(peak_bytes(lambda: results.append(own(self, *given)), CPU))
         return results[0]
 
+    seen = Looks()
+    monkeypatch.setattr(walk, "allocated", lambda _: counters[-1].alive)
+    monkeypatch.setattr(walk, "highest", lambda _: counters[-1].alive + seen.risen)
+    monkeypatch.setattr(walk, "_LITTLE", 0)
     monkeypatch.setattr(Eager, "gradients", counted)
     return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_is_looked_at_without_its_logits(gpu_of, looks, dtype, tied):
+def test_a_language_model_is_looked_at_without_its_logits(looks, dtype, tied):
     """Whole they alone take more than there is; the head's gradient is exact all the same."""
-    gpu_of(0.9 * LOGITS / 2**20)
+    looks.risen = int(0.5 * LOGITS)
     model = Language(VOCABULARY, tied=tied)
     step, x = compiled(model), tokens()
     for _ in range(2):
@@ -113,27 +105,39 @@ def test_a_language_model_is_looked_at_without_its_logits(gpu_of, looks, dtype, 
     assert not found.unseen
     assert len(found.looks) == 2
     assert found.errors.worst < 0.15
-    for took, need, cut in looks:
-        assert cut.head
-        assert took < LOGITS / 2
-        assert took < need
+    assert max(looks) < looks.risen
 
 
-def test_stretches_compute_the_same_from_less(looks, monkeypatch):
-    """What is looked at again, in more stretches, takes less; predictions are above it."""
+def test_less_memory_finds_the_same(looks):
+    """In halves, and halves of these, as far as there is need."""
     model = Language(50, layers=4)
-    x, seen = tokens(50, shape=(8, 128)), {}
-    for place in (0, 3, 6):
-        monkeypatch.setattr(Eager, "_first", lambda _, args, ways, place=place: ways[place][1])
+    x, errors = tokens(50, shape=(8, 128)), []
+    for share in (None, 0.6, 0.4):
+        looks.risen = share and int(share * looks[0])
         torch._dynamo.reset()
         model.zero_grad()
         step = compiled(model, gx_bits=8)
         step(x, x).backward()
-        seen[place] = hot_compile.certificate(step).errors
-    assert max(s.worst for s in seen.values()) - min(s.worst for s in seen.values()) < 1e-5
-    took = [took for took, _, _ in looks]
-    assert took[2] < took[1] < took[0]
-    assert all(took < need for took, need, _ in looks)
+        found = hot_compile.certificate(step)
+        assert not found.unseen
+        errors.append(found.errors.worst)
+        assert looks.risen is None or looks[-1] < looks.risen
+    assert max(errors) - min(errors) < 1e-5
+
+
+def test_a_look_stops_where_it_does_not_fit(looks):
+    """In the middle is an activation of 16 MiB, which takes thrice that; what is behind counts."""
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 16), nn.ReLU(), nn.Linear(16, 16)
+    step, x = compiled(nn.Sequential(*layers)), torch.randn(1024, 16)
+    looks.risen = 46 * 2**20
+    step(x).square().mean().backward()
+    found = hot_compile.certificate(step)
+    assert len(found.looks) == 1
+    ((what, why),) = found.unseen.items()
+    assert what == "4 of 6 parameters of graph 0, 0.weight the first"
+    assert "memory was too short" in why
+    assert max(looks) < looks.risen
 
 
 def drawing(x):
@@ -169,14 +173,14 @@ def test_dropout_is_looked_at_with_nothing_compiled(looks, monkeypatch):
     monkeypatch.setattr(Twin, "_compiled", lambda *_: pytest.fail("a twin is compiled"))
     model = Language(50, layers=1, dropped=0.2)
     step, x = compiled(model, lower=True), tokens(50)
-    for place in (0, 3):
-        monkeypatch.setattr(Eager, "_first", lambda _, args, ways, place=place: ways[place][1])
+    for room in (Room, Least):
+        monkeypatch.setattr(eager, "Room", room)
         step(x, x).backward()
     found = hot_compile.certificate(step)
     assert not found.unseen
     assert len(found.looks) == 2
     assert found.errors.worst < 0.15
-    assert [len(cut.stretches) > 1 for _, _, cut in looks] == [False, True]
+    assert looks[1] < looks[0]
 
 
 def test_where_other_numbers_are_drawn_the_thorough_twin_is_asked(monkeypatch):
@@ -243,17 +247,42 @@ def switching(x, w):
 def test_modes_and_changes_in_place_are_not_cut_in_two():
     x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     gm = graph_of(switching, x, w)
-    sizes = Sizes(gm)
-    assert can_be_cut(sizes)
     (want,) = torch.autograd.grad(switching(x, w), w)
-    whole = len(sizes.cut(32).stretches)
-    assert 3 <= whole < len(sizes.nodes) - 8
-    for count in (2, 32):
-        inputs = gm.graph.find_nodes(op="placeholder")
-        given = [w if n.meta["example_value"].requires_grad else x for n in inputs]
-        (loss,) = eager.run(gm, given, sizes.cut(count), None, None)
-        assert torch.equal(torch.autograd.grad(loss, w)[0], want)
+    assert can_be_cut(Sizes(gm))
+    given = [w if n.meta["example_value"].requires_grad else x for n in inputs_of(gm)]
+    places, found = walked(gm, given)
+    assert 3 <= len(places) < len(Sizes(gm).nodes) - 8
+    (got,) = found.values()
+    assert torch.equal(got, sketch(want))
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Least(Room):
+    """For one node at a time."""
+
+    left = 0
+
+    def ask(self, size):
+        """There is room for that."""
+
+
+def inputs_of(gm):
+    return gm.graph.find_nodes(op="placeholder")
+
+
+def walked(gm, args):
+    """(where a graph is cut if it is wherever it can be, sketches of gradients)."""
+
+    class Noted(Walk):
+        def _tries(self, first, *given):
+            places.append(first)
+            return super()._tries(first, *given)
+
+    places, sizes = [], Sizes(gm)
+    graph = Graph(gm, sizes, False, None, {n: n.name for n in inputs_of(gm)}, None)
+    look = Noted(graph, Again(args, frozenset()), {0: torch.ones(())}, Least(args), False)
+    look.run()
+    return places, look.found
 
 
 def test_a_buffer_that_is_changed_and_read_keeps_a_graph_in_one_piece():
@@ -271,22 +300,17 @@ def test_a_buffer_that_is_changed_and_read_keeps_a_graph_in_one_piece():
 
 
 @pytest.mark.parametrize(
-    ("risen", "unused", "stretches", "free_stretches"),
-    [(2**20, 2**20, 1, 1), (0, 2**20, None, 32), (0, 0, None, None), (100, 0, 6, 6)],
+    ("highest", "coming", "free", "left"),
+    [(900, 0, False, 300), (600, 0, False, 64), (600, 100, False, 100), (900, 0, True, 900)],
 )
 def test_looks_take_what_steps_do_and_what_is_free_if_asked(
-    risen, unused, stretches, free_stretches, gpu_of
+    highest, coming, free, left, monkeypatch
 ):
-    gpu_of(risen, unused)
-    need = {n: 600 * 2**20 // n for n in (1, 2, 6)} | {32: 65 * 2**20}
-    ways = [(size, Cut([[]] * n)) for n, size in need.items()]
-    for free, want in ((False, stretches), (True, free_stretches)):
-        look = Eager(torch.fx.GraphModule({}, torch.fx.Graph()), (), (), free=free)
-        if want is None:
-            with pytest.raises(eager.TooLarge, match="a look takes 65 MiB, more than"):
-                look._first((), ways)
-        else:
-            assert len(look._first((), ways).stretches) == want
+    monkeypatch.setattr(walk, "cuda_devices", lambda args: [0])
+    for name, size in (("allocated", 600), ("highest", highest), ("unused", 1000)):
+        monkeypatch.setattr(walk, name, lambda device, size=size: size * 2**20)
+    room = Room((), coming * 2**20, free)
+    assert room.left == left * 2**20
 
 
 @pytest.mark.gpu

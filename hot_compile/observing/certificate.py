@@ -171,14 +171,15 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
         gauge = graph.gauge
         if gauge.problem is not None:
             found[f"graph {number}"] = gauge.problem
-        elif gauge.shortage or not gauge.looks:
-            why = gauge.shortage or "no watched step had a backward yet"
-            found[f"graph {number}"] = why
+            continue
+        missing = [n for n in gauge.trained if n not in gauge.traces or not gauge.traces[n].looks]
+        if not gauge.looks or (gauge.shortage and not missing):
+            found[f"graph {number}"] = gauge.shortage or "no watched step had a backward yet"
+        elif gauge.shortage:
+            part = f"{len(missing)} of {len(gauge.trained)} parameters of graph {number}"
+            found[f"{part}, {missing[0]} the first"] = gauge.shortage
         else:
             why = "its gradient is not finite, zero, or not this graph's"
-            missing = [
-                n for n in gauge.trained if n not in gauge.traces or not gauge.traces[n].looks
-            ]
             found.update(dict.fromkeys(missing, why))
     return found
 

@@ -94,7 +94,9 @@ class Gauge(Observer):
         self.stuck = False
         """No repair fits into the memory."""
         self.shortage = ""
-        """Why there was no memory for the last look; empty if there was."""
+        """Why there was too little memory for all of the last look; empty if there was enough."""
+        self._short = ""
+        """As that, of a look that is not read yet."""
         self.outputs_off = 0.0
         """Relative error of its outputs, if an INT8 forward makes that too large."""
         self._weights = frozenset(weights)
@@ -187,6 +189,7 @@ class Gauge(Observer):
         if not self.shortage:
             log.warning("hot: no memory to compare gradients with exact ones: %s", error)
         self.shortage = f"memory was too short: {str(error).partition(chr(10))[0]}"
+        self._short = self.shortage
 
     def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:
         """Measure what storing one tensor does, unless memory is too short for that."""
@@ -205,6 +208,7 @@ class Gauge(Observer):
 
         None if there were none. Waits for the device.
         """
+        short, self._short = self._short, ""
         if not self._pending and not self._sketches:
             return None
         pending, self._pending = self._pending, []
@@ -223,7 +227,7 @@ class Gauge(Observer):
                 whose, side = (layer_of(name), WHOLE) if self._is_weight(name) else (name, "grad")
                 found.setdefault(whose, {})[side] = Quality(trace.error, trace.cosine)
         if found:
-            self.looks, self.shortage = self.looks + 1, ""
+            self.looks, self.shortage = self.looks + 1, short
         return found
 
     @property

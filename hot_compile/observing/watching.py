@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import Node
 
-from hot_compile.again import Again, compiled_for, compiled_node, differentiable
+from hot_compile.again import Again, compiled_for, compiled_node, differentiable, samples_of
 from hot_compile.memory import saved_by, storage_bytes
-from hot_compile.observing.eager import Eager, TooLarge
+from hot_compile.observing.eager import Eager
+from hot_compile.observing.walk import TooLarge
 from hot_compile.passes.measure.observe import Observation, Observer
 from hot_compile.passes.measure.sketch import sketch
 
@@ -72,7 +73,7 @@ class _Code:
         """As :class:`Exact` has it."""
         self.observation.taken()
         inputs, outputs = step.run(self.run)
-        deviation = step.deviation(outputs)
+        deviation = step.deviation(samples_of(outputs))
         ends = [outputs[place] for place in tangents]
         del outputs
         leaves = [a for a in inputs if differentiable(a)]
@@ -157,8 +158,6 @@ class Doubled:
         """As :class:`Exact` has it."""
         wants_stored = self._observer.wants_stored
         if self._mistaken:
-            if not wants_stored:
-                self._quick.in_one_piece(step.args)
             return self._surely(step, tangents)
         deviation, other = self._quick.gradients(step, tangents)
         self._mistaken = self._guesses and float(deviation) >= self._observer.same
@@ -178,6 +177,7 @@ class Doubled:
     def _surely(
         self, step: Again, tangents: Mapping[int, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        self._quick.in_one_piece(step.args, step.coming)
         while True:
             try:
                 with step.modes():  # it may be compiled here
@@ -301,7 +301,9 @@ class _Look:
         owners = [leaves.get(id(getattr(n, "variable", None))) for n, _ in node.next_functions]
         named = dict(enumerate(names))
         known = [None if place is None else named.get(place) for place in owners]
-        early = self._stores_less(node)
+        made = sum(a.nbytes for a in args if differentiable(a))
+        early = self._stored(node) < made
+        self._step.coming = made if early else 0
 
         @torch.compiler.disable
         def begins(_: Any) -> None:
@@ -320,14 +322,11 @@ class _Look:
 
         before, after = node.register_prehook(begins), node.register_hook(finished)
 
-    def _stores_less(self, node: Node) -> bool:
-        """What the step holds for its backward is less than the gradients that this makes."""
-        args = self._step.args
-        given = {_storage(a) for a in args if isinstance(a, Tensor)}
+    def _stored(self, node: Node) -> int:
+        """Bytes that the step holds for its backward alone."""
+        given = {_storage(a) for a in self._step.args if isinstance(a, Tensor)}
         saved = {_storage(t): t for t in saved_by(node)}
-        held = [t for key, t in saved.items() if key not in given]
-        made = sum(a.nbytes for a in args if differentiable(a))
-        return storage_bytes(held) < made
+        return storage_bytes(t for key, t in saved.items() if key not in given)
 
     def rerun(self) -> None:
         """Find ``deviation`` and ``exact``, unless the inputs are not what they were."""

@@ -1,0 +1,329 @@
+"""Forward and backward of one of Dynamo's graphs, by autograd, in no more memory than there is.
+
+What does not fit is halved: what its first half gives is computed without a graph of autograd's,
+its second half goes first, then the first. So what crosses a few cuts is kept, and one part's
+activations. Before each operator, in both directions, it is asked whether there is room for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hot_compile.again import Again, RandomState, cuda_devices, differentiable, fresh, sampled
+from hot_compile.observing.draws import Draws, Mark
+from hot_compile.observing.stretches import Head, Sizes, given, last_reads, needed
+from hot_compile.passes.measure.sketch import sketch
+
+_LITTLE = 2**26
+"""Bytes that a look may take however little steps do."""
+_FREE = 0.9
+"""Share of a device's free memory that may be used with ``accept="free"``."""
+
+Values = Mapping[fx.Node, Any]
+
+
+class TooLarge(RuntimeError):
+    """The memory that is free is too little for a look."""
+
+
+class _Full(RuntimeError):
+    """There is no room for the next operator."""
+
+
+class Room:
+    """What a look may take of GPUs' memory: what steps have taken, and freed."""
+
+    def __init__(self, args: Sequence[Any], coming: int = 0, free: bool = False) -> None:
+        """``coming``: bytes that the step will take in any case. ``free``: all that is free, too"""
+        self._limits = {}
+        for device in cuda_devices(args):
+            now, more = allocated(device), max(_LITTLE, coming)
+            if free:
+                more = max(more, int(_FREE * unused(device)))
+            self._limits[device] = max(highest(device), now + more)
+
+    @property
+    def left(self) -> float:
+        """Bytes; infinite on a CPU, whose memory nobody counts."""
+        lefts = (limit - allocated(device) for device, limit in self._limits.items())
+        return min(lefts, default=float("inf"))
+
+    def ask(self, size: int) -> None:
+        """Raises _Full if so many bytes do not fit."""
+        if self._limits and size and size > self.left:
+            raise _Full
+
+    def __bool__(self) -> bool:
+        """Somebody counts."""
+        return bool(self._limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """One of Dynamo's graphs, and how it is run."""
+
+    gm: fx.GraphModule
+    sizes: Sizes
+    whole: bool
+    """It cannot be cut."""
+    head: Head | None
+    names: Mapping[fx.Node, str]
+    """Of the inputs that are parameters."""
+    run_head: Callable[..., Sequence[Any]]
+    """Given a head's nodes and what they read: what is read of them. Raises TooLarge."""
+
+    @functools.cached_property
+    def inputs(self) -> list[fx.Node]:
+        """Its placeholders."""
+        return self.gm.graph.find_nodes(op="placeholder")
+
+    @functools.cached_property
+    def outputs(self) -> dict[fx.Node, list[int]]:
+        """What it returns, and at which places."""
+        found: Any = self.gm.graph.output_node().args[0]
+        places: dict[fx.Node, list[int]] = {}
+        for place, node in enumerate(found):
+            if isinstance(node, fx.Node):
+                places.setdefault(node, []).append(place)
+        return places
+
+    def middle(self, first: int, last: int) -> int | None:
+        """Where to cut between these places; None if that is not possible."""
+        if self.whole:
+            return None
+        start = len(self.sizes.nodes) - len(self.head.nodes) if self.head else last
+        return start if first < start < last else self.sizes.middle(first, min(start, last))
+
+    def is_head(self, first: int) -> bool:
+        """From there on it is the head."""
+        return self.head is not None and self.sizes.nodes[first] is self.head.nodes[0]
+
+
+class Walk:
+    """One forward and backward of a graph, for one step."""
+
+    def __init__(
+        self, graph: Graph, step: Again, tangents: Mapping[int, Tensor], room: Room, draws: bool
+    ) -> None:
+        """``tangents``: gradients of the outputs at these places. ``draws``: random numbers."""
+        self._graph, self._step, self._room = graph, step, room
+        self._nodes = graph.sizes.nodes
+        self._given: dict[fx.Node, Any] = dict(zip(graph.inputs, step.args, strict=True))
+        for node in graph.gm.graph.find_nodes(op="get_attr"):
+            self._given[node] = fx.Interpreter(graph.gm).run_node(node)
+        self._changed = {n for i, n in enumerate(graph.inputs) if i in step.mutated}
+        self._tangents: dict[fx.Node, Tensor] = {}
+        """Gradients of nodes' values, as far as they are known."""
+        for node, places in graph.outputs.items():
+            for place in tangents.keys() & set(places):
+                self._add(node, tangents[place])
+        self._draws = Draws() if draws else None
+        self._marks: dict[int, tuple[Mark, RandomState]] = {}
+        """By place: how far random numbers are in front of it."""
+        self._outputs: dict[fx.Node, Tensor] = {}
+        """Few values of each output."""
+        self._done = len(self._nodes)
+        """From this place on gradients are known."""
+        self._found: dict[str, Tensor] = {}
+        self._left_out: set[str] = set()
+
+    def run(self) -> None:
+        """Raises TooLarge where memory is too short; what was found until then counts."""
+        self._back(0, len(self._nodes), {})
+
+    @property
+    def found(self) -> dict[str, Tensor]:
+        """Sketches of gradients, by parameter: of those that are known whole."""
+        places = self._graph.sizes.places
+        whole = {
+            name
+            for node, name in self._graph.names.items()
+            if all(places.get(user, self._done) >= self._done for user in node.users)
+        }
+        return {n: g for n, g in self._found.items() if n in whole - self._left_out}
+
+    @property
+    def samples(self) -> dict[int, Tensor]:
+        """By place: few values of each output."""
+        places = self._graph.outputs
+        return {i: known for node, known in self._outputs.items() for i in places[node]}
+
+    def _back(self, first: int, last: int, env: Values) -> None:
+        """Gradients of nodes between these places. ``env``: what is read of those in front."""
+        graph, middle = self._graph, self._graph.middle(first, last)
+        fits = graph.sizes.need(first, last) <= self._room.left
+        for chunked, trained in self._ways(first, middle is None, fits):
+            if self._tries(first, last, env, chunked, trained):
+                self._done = first
+                return
+        if middle is None:
+            least = graph.sizes.need(first, last) / 2**20
+            left = self._room.left / 2**20
+            raise TooLarge(f"a look takes {least:.0f} MiB at once, {left:.0f} are to spare")
+        self._back(middle, last, self._forward(first, middle, env))
+        self._back(first, middle, env)
+
+    def _ways(self, first: int, smallest: bool, fits: bool) -> Iterator[tuple[bool, bool]]:
+        """(whether logits go in chunks, whether gradients of parameters are wanted)."""
+        head = self._graph.head if self._graph.is_head(first) else None
+        if fits:
+            yield False, True
+        for trained in (True, False) if smallest else ():
+            if head and head.bytes - (not trained) * head.weights <= self._room.left:
+                yield True, trained
+            if not (fits and trained):
+                yield False, trained
+
+    def _tries(self, first: int, last: int, env: Values, chunked: bool, trained: bool) -> bool:
+        """It fitted."""
+        try:
+            gradients, found = self._gradients(first, last, env, chunked, trained)
+        except (_Full, TooLarge, torch.OutOfMemoryError):
+            return False
+        for node in self._nodes[first:last]:
+            self._tangents.pop(node, None)
+        for node, gradient in gradients.items():
+            self._add(node, gradient)
+        for name, gradient in found.items():
+            self._found[name] = self._found[name] + gradient if name in self._found else gradient
+        if not trained:
+            names = self._graph.names
+            self._left_out |= {names[n] for n in needed(self._nodes[first:last]) if n in names}
+        return True
+
+    def _gradients(
+        self, first: int, last: int, env: Values, chunked: bool, trained: bool
+    ) -> tuple[dict[fx.Node, Tensor], dict[str, Tensor]]:
+        """Of what these nodes read of those in front, and sketches of those of parameters."""
+        stretch, found = self._nodes[first:last], dict[str, Tensor]()
+        leaves = {n: self._leaf(n, env, trained) for n in needed(stretch)}
+        for node in leaves.keys() & self._graph.names.keys():
+            if differentiable(leaves[node]):
+                keep = functools.partial(_keep, found, self._graph.names[node])
+                leaves[node].register_post_accumulate_grad_hook(keep)
+        values = {n: v.clone() if n in self._changed else v for n, v in leaves.items()}
+        kept = {n: self._tangents[n] for n in stretch if n in self._tangents}
+        with self._as_the_step(first):
+            if chunked:
+                made = self._graph.run_head(stretch, *values.values())
+                results = dict(zip(given(stretch), made, strict=True))
+            else:
+                results = self._run(stretch, values, kept, ask=True)
+        for node, value in results.items():
+            self._sample(node, value)
+        del values
+        ends = {n: results.pop(n) for n in kept if differentiable(results[n])}
+        wanted = {n: leaf for n, leaf in leaves.items() if differentiable(leaf)}
+        del leaves, results
+        if ends and wanted:
+            tangents = [kept[n] for n in ends]
+            torch.autograd.backward(list(ends.values()), tangents, inputs=list(wanted.values()))
+        gradients = {n: v.grad for n, v in wanted.items() if v.grad is not None}
+        return gradients, found
+
+    def _leaf(self, node: fx.Node, env: Values, trained: bool) -> Any:
+        """A value that a stretch reads, as a leaf if its gradient is wanted."""
+        if node in env:
+            value, example = env[node], node.meta.get("example_value")
+            wanted = isinstance(example, Tensor) and example.requires_grad
+            return value.detach().requires_grad_() if wanted else value
+        value = self._given[node]
+        if not isinstance(value, Tensor):
+            return value
+        return fresh(value) if trained and node in self._graph.names else value.detach()
+
+    def _forward(self, first: int, last: int, env: Values) -> Values:
+        """What nodes in front of ``last`` make that is read from there on."""
+        stretch, crossing = self._nodes[first:last], self._graph.sizes.crossing(last)
+        values = {n: env[n] if n in env else self._input(n) for n in needed(stretch)}
+        try:
+            with self._as_the_step(first):
+                made = self._run(stretch, values, dict.fromkeys(crossing), ask=False)
+        except _Full:
+            left = self._room.left / 2**20
+            raise TooLarge(f"a look's forward takes more than {left:.0f} MiB") from None
+        return {n: made[n] if n in made else env[n] for n in crossing}
+
+    def _input(self, node: fx.Node) -> Any:
+        value = self._given[node]
+        if not isinstance(value, Tensor):
+            return value
+        return value.clone() if node in self._changed else value.detach()
+
+    def _run(
+        self, stretch: Sequence[fx.Node], values: Values, kept: Values, ask: bool
+    ) -> dict[fx.Node, Any]:
+        """Values of these nodes that are ``kept``, and of others that are."""
+        interpreter, sizes, room = fx.Interpreter(self._graph.gm), self._graph.sizes, self._room
+        interpreter.env = dict(values)
+        last = last_reads(stretch, kept)
+        for node in stretch:
+            room.ask(sizes.forward(node) if ask else sizes.made.get(node, 0))
+            before = room.left
+            made = interpreter.env[node] = interpreter.run_node(node)
+            if room and ask and differentiable(made):
+                beside = int(before - room.left) - sizes.made.get(node, 0)
+                more = sizes.backward(node) + max(0, beside)
+                made.register_hook(functools.partial(_ask, room, more))
+            del made
+            for read in last.get(node, ()):
+                self._sample(read, interpreter.env.pop(read))
+        return {n: interpreter.env[n] for n in kept if n in interpreter.env}
+
+    def _sample(self, node: fx.Node, value: Any) -> None:
+        """An output, when nobody changes it any more."""
+        wanted = node in self._graph.outputs and node not in self._outputs
+        if wanted and isinstance(value, Tensor) and value.is_floating_point():
+            self._outputs[node] = sampled(value)
+
+    @contextlib.contextmanager
+    def _as_the_step(self, first: int) -> Iterator[None]:
+        """Inside, modes and random numbers are those of the step in front of this place."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._step.modes())
+            if self._draws:
+                if first not in self._marks:
+                    self._marks[first] = self._draws.mark, RandomState(self._step.args)
+                mark, state = self._marks[first]
+                state.restore()
+                stack.enter_context(self._draws.since(mark))
+            yield
+
+    def _add(self, node: fx.Node, tangent: Tensor) -> None:
+        if node in self._graph.sizes.places:
+            known = self._tangents.get(node)
+            self._tangents[node] = tangent if known is None else known + tangent
+
+
+def _keep(found: dict[str, Tensor], name: str, leaf: Tensor) -> None:
+    """A gradient is there: keep its sketch alone."""
+    if leaf.grad is not None:
+        found[name] = sketch(leaf.grad)
+    leaf.grad = None
+
+
+def _ask(room: Room, size: int, _: Tensor) -> None:
+    room.ask(size)
+
+
+def allocated(device: int) -> int:
+    """Bytes of a GPU that tensors have."""
+    return torch.cuda.memory_allocated(device)
+
+
+def highest(device: int) -> int:
+    """Bytes of a GPU that tensors had at most."""
+    return torch.cuda.max_memory_allocated(device)
+
+
+def unused(device: int) -> int:
+    """Bytes of a GPU that no tensor has."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
