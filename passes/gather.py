@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import networkx
 import torch
@@ -23,7 +23,7 @@ from hot_compile.passes.base.graph import closure, walk
 from hot_compile.passes.base.operators import CASTS, MOVES, REDUCTIONS, VIEWS, is_pointwise
 from hot_compile.runtime.ops import SCHEMAS
 from hot_compile.runtime.planes import RESTORING
-from hot_compile.runtime.reference.calls import Call, Calls, Optional, Size, Value
+from hot_compile.runtime.reference.calls import argument_words
 
 _IN_KERNELS = VIEWS | CASTS | MOVES | REDUCTIONS | RESTORING
 _OPERATORS = {getattr(torch.ops.hot, name).default for name in SCHEMAS if name != "layer_calls"}
@@ -195,7 +195,7 @@ def _replace(graph: fx.Graph, taken: Sequence[fx.Node]) -> None:
     given = dict.fromkeys(n for call in taken for n in call.all_input_nodes if n not in inside)
     operands = [node for node in given if isinstance(node.meta["val"], torch.Tensor)]
     sizes = [node for node in given if node not in operands]
-    text = str(_listed(taken, operands, sizes, results))
+    text = _listed(taken, operands, sizes, results)
     with graph.inserting_before(taken[0]):
         one = graph.call_function(torch.ops.hot.layer_calls.default, (operands, sizes, text))
         one.meta = {**describe(taken[-1]), "val": [node.meta["val"] for node in results]}
@@ -212,34 +212,39 @@ def _listed(
     operands: Sequence[fx.Node],
     sizes: Sequence[fx.Node],
     results: Sequence[fx.Node],
-) -> Calls:
+) -> str:
     """The list of calls that are ``taken``; it hands ``results`` back."""
-    names: dict[fx.Node, Value | Size] = {node: Size(n) for n, node in enumerate(sizes)}
-    names |= {node: Value(n) for n, node in enumerate(operands)}
+    names = {node: f"${n}" for n, node in enumerate(sizes)}
+    names |= {node: f"%{n}" for n, node in enumerate(operands)}
     numbers = itertools.count(len(operands))
-    calls = []
+    words: list[str] = []
     for call in taken:
-        arguments = tuple(_arguments(call, names))
         several = isinstance(call.meta["val"], (tuple, list))
-        made: list[int | None] = [None] * (len(call.meta["val"]) if several else 1)
+        made = ["_"] * (len(call.meta["val"]) if several else 1)
         for node in _values(call):
-            place = node.args[1] if several else 0
-            assert isinstance(place, int)
-            number = made[place]
-            made[place] = number = next(numbers) if number is None else number
-            names[node] = Value(number)
+            place: Any = node.args[1] if several else 0
+            if made[place] == "_":
+                made[place] = f"%{next(numbers)}"
+            names[node] = made[place]
+        arguments = _arguments(call, names)
         name = call.target._schema.name  # type: ignore[union-attr]
-        calls.append(Call(tuple(made), name, arguments))
-    return Calls(tuple(calls), tuple(names[node].number for node in results))
+        words += [*made, "=", name, "(", *arguments, ")", ";"]
+    returned = [names[node] for node in results]
+    seen = {*returned}
+    for place in reversed(range(len(words))):
+        if words[place].startswith("%") and words[place] not in seen:
+            seen.add(words[place])
+            words[place] += "!"
+    return " ".join([*words, "return", *returned])
 
 
-def _arguments(call: fx.Node, names: Mapping[fx.Node, Value | Size]) -> Iterator[Any]:
-    """All arguments by the operator's schema: native code knows no defaults."""
+def _arguments(call: fx.Node, names: Mapping[fx.Node, str]) -> Iterator[str]:
+    """Words of all arguments by the operator's schema: native code knows no defaults."""
     for place, argument in enumerate(call.target._schema.arguments):  # type: ignore[union-attr]
         if place < len(call.args):
             given = call.args[place]
         else:
             given = call.kwargs.get(argument.name, argument.default_value)
-        given = fx.map_arg(given, lambda node: cast(fx.node.Argument, names[node]))
-        optional = isinstance(argument.type, torch.OptionalType) and given is not None
-        yield Optional(given) if optional else given
+        if isinstance(argument.type, torch.OptionalType) and given is not None:
+            yield "?"
+        yield from argument_words(given, names)
