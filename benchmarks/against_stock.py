@@ -1,6 +1,6 @@
 """Whole steps of models as people bring them: stock Inductor beside hot, everything a user pays.
 
-    python benchmarks/against_stock.py --device cuda --json out.json --plot out.png
+    python benchmarks/against_stock.py --device cuda --json out.json
     python benchmarks/against_stock.py --device cpu --rows vit-tiny,gpt2-tiny --dtype fp32
 
 One process a row, its configurations interleaved; ``--jobs`` rows compile at once, but are timed
@@ -27,10 +27,9 @@ import head
 import torch
 import typer
 from models import Size, Workload, build
-from report import StepRow, environment, write_json
-from rich.console import Console
-from rich.table import Table
+from report import StepRow, document, show, write_json
 from step import compile_for, compiler_settings, synchronize
+from tables import steps
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
@@ -270,61 +269,6 @@ class Child:
         return json.loads(self._process.stdout.readline().strip() or "[]")
 
 
-def as_table(rows: list[Row], title: str) -> Table:
-    """Each figure, and time and peak against stock's."""
-    table = Table(title=title)
-    table.add_column("model")
-    table.add_column("configuration")
-    columns = (
-        "ms",
-        "of stock's speed",
-        "host ms",
-        "launches",
-        "MiB peak",
-        "of stock's",
-        "compile s",
-    )
-    for column in (*columns, "loss"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        stock = next(other for other in rows if other.case == row.case)
-        table.add_row(
-            *(row.case, row.config, f"{row.best_ms:.1f}"),
-            f"{stock.best_ms / row.best_ms:.2f}x",
-            *(f"{row.host_ms:.1f}", str(row.launches), f"{row.peak_bytes / 2**20:.0f}"),
-            f"{row.peak_bytes / max(1, stock.peak_bytes):.2f}",
-            *(f"{row.compile_s:.0f}", f"{row.loss:.4f}"),
-        )
-    return table
-
-
-def plot(rows: list[Row], file: Path) -> None:
-    """Speed and peak of every configuration, as shares of stock's (the first of each case)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cases = list(dict.fromkeys(row.case for row in rows))
-    stock = {row.case: row for row in reversed(rows)}  # the first of each case
-    configs = [row.config for row in rows if row.case == rows[0].case][1:]
-    figure, axes = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True)
-    for place, config in enumerate(configs):
-        mine = [row for row in rows if row.config == config]
-        at = [cases.index(row.case) + (place - 1) * 0.8 / len(configs) for row in mine]
-        speed = [stock[row.case].best_ms / row.best_ms for row in mine]
-        peak = [row.peak_bytes / max(1, stock[row.case].peak_bytes) for row in mine]
-        for axis, heights in zip(axes, (speed, peak), strict=True):
-            axis.bar(at, heights, 0.8 / len(configs), label=config)
-    for axis, title in zip(axes, ("speed / stock's", "peak / stock's"), strict=True):
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_ylabel(title)
-    axes[0].legend()
-    axes[1].set_xticks(range(len(cases)), cases, rotation=30, ha="right")
-    figure.tight_layout()
-    figure.savefig(file)
-
-
 def _measure_all(names: list[str], arguments: list[str], jobs: int) -> Iterator[list[Row]]:
     """What is known so far, each time that it is more."""
     known: dict[str, list[dict[str, Any]]] = {}
@@ -352,7 +296,6 @@ def main(
     jobs: Annotated[int, typer.Option(help="rows that compile at once")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="write figures here")] = None,
     calls: Annotated[int, typer.Option(help="print what takes the host longest")] = 0,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw figures here")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> list[Row]:
     """Measure whole steps of many models."""
@@ -368,12 +311,11 @@ def main(
     for measured in _measure_all(rows.split(","), [*arguments, "--rounds", str(rounds)], jobs):
         if json_file:  # each time: what was measured stays, whatever stops the rest
             write_json(json_file, where, settings, [asdict(row) for row in measured])
-    Console(width=140).print(as_table(measured, f"{dtype}, {environment(where)['device']}"))
+    said = document(where, settings, measured)
+    show(steps([said]), f"{dtype}, {said['environment']['device']}")
     for row in measured:
         for name, count, ms in row.calls[:calls]:
             print(f"{row.case} {row.config}: {ms:8.3f} ms in {count:5d} x {name[:60]}")
-    if plot_file:
-        plot(measured, plot_file)
     return measured
 
 

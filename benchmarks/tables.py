@@ -49,8 +49,8 @@ def duration(ms: float) -> str:
 
 def numbers(lines: Lines) -> list[bool]:
     """Of each column whether it holds numbers: whether its first filled cell begins as one."""
-    columns = zip(*lines[1:], strict=True)
-    return [bool(re.match(r"\W*\d", next(filter(None, column), ""))) for column in columns]
+    columns = zip(*lines, strict=True)
+    return [bool(re.match(r"\W*\d", next(filter(None, cells), ""))) for _, *cells in columns]
 
 
 def by_case(documents: Iterable[Document]) -> dict[str, list[Raw]]:

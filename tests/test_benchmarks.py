@@ -62,7 +62,7 @@ def test_a_table_of_rows_with_a_budget_and_without(program):
 
 def test_against_stock(program, tmp_path):
     """A process a row; what is measured of each configuration stands beside stock's."""
-    file, drawing = tmp_path / "rows.json", tmp_path / "rows.png"
+    file = tmp_path / "rows.json"
     rows = program("against_stock").main(
         rows="vit-tiny",
         device="cpu",
@@ -71,7 +71,6 @@ def test_against_stock(program, tmp_path):
         rounds=1,
         jobs=1,
         json_file=file,
-        plot_file=drawing,
         child=None,
     )
     assert [row.config for row in rows] == ["exact", "hot"]
@@ -80,7 +79,6 @@ def test_against_stock(program, tmp_path):
     assert 0 < ours.peak_bytes < stock.peak_bytes
     assert min(stock.best_ms, stock.host_ms, ours.best_ms, ours.host_ms) > 0
     assert len(json.loads(file.read_text())["rows"]) == 2
-    assert drawing.stat().st_size > 1000
 
 
 def test_host(program, capsys):
