@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from hot_compile.config import HotConfig, Strategy
+from hot_compile.passes.base.graph import strip
+from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.linear import Pricing, Rates, Shape, predicted_gain
 from hot_compile.passes.head.find import Head, Refused
@@ -89,6 +91,9 @@ def _choice(
         return OFF, asked or Strategy.EXACT, off
     if wanted is Strategy.EXACT:
         way, reason = _way(found, False)
+        saved = _saved(found)
+        if saved is not None and max(saved, 0) < config.head_min_bytes:
+            return OFF, wanted, "what chunks of it add up in fp32 takes as much as its logits"
         return way, wanted, reason
     unfit = _unfit(found, wanted, pricing) or ("" if forced else _loss(found, config, pricing))
     if unfit and forced:
@@ -113,6 +118,22 @@ def _left_out(found: Head | Refused, config: HotConfig, forced: bool) -> str:
     if not all(isinstance(n, int) for n in found.value.shape[1:]):
         return "a vocabulary of symbolic size"
     return ""
+
+
+def _saved(found: Head) -> int | None:
+    """Bytes that the whole head holds at its highest and chunks do not; None: not worked out.
+
+    Of a 16-bit weight. Whole, its gradient lies beside the logits', which take their place. Chunks
+    add up a gradient in fp32. Beside it lies a chunk; later, what is made of it in 16 bits.
+    """
+    (rows, outputs), inputs = map(hint, found.value.shape), shape_of(found.product.args[-2])[1]
+    itemsize = found.value.dtype.itemsize
+    weight = strip(found.product.args[-1], VIEWS)
+    if itemsize != 2 or weight.target in CASTS or not _adds_up(found):
+        return None
+    total = outputs * hint(inputs) * itemsize
+    chunk = _chunk_bytes(found, rows, outputs, hint(inputs), itemsize)
+    return bytes_of(found.value) - total - max(chunk, total)
 
 
 def _unfit(found: Head, strategy: Strategy, pricing: Pricing) -> str | None:
@@ -154,6 +175,10 @@ def _way(found: Head, integers: bool) -> tuple[str, str]:
 
 
 def _chunk_bytes(found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int) -> int:
-    readers = found.chunks.at.readers.values() if isinstance(found, Head) else ()
-    wanted = any(reader.kind == "total" for reader in readers)
+    wanted = isinstance(found, Head) and _adds_up(found)
     return chunk_rows(rows, outputs, inputs, itemsize, wanted) * outputs * itemsize
+
+
+def _adds_up(found: Head) -> bool:
+    """Its weight's gradient is asked for."""
+    return any(reader.kind == "total" for reader in found.chunks.at.readers.values())

@@ -42,7 +42,7 @@ from hot_compile.runtime.head.rows import (
 
 STATISTICS = 4
 CHUNK_BYTES = 2**29
-"""Most bytes of a chunk of logits."""
+"""Most bytes of a chunk of logits, where g_w in their dtype takes no more."""
 _LEAST_BYTES = 2**23
 
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? column"
@@ -72,11 +72,13 @@ def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight:
     """Rows of a chunk, so that chunks are even.
 
     Each chunk adds to g_w, in fp32, which is read and written anew: so a chunk may take as much
-    memory as g_w does, which is there anyway. Without g_w small chunks cost nothing.
+    memory as g_w does, which is there anyway; and if that is much, as g_w in ``itemsize`` bytes,
+    which is made of it when all chunks are through. Without g_w small chunks cost nothing.
     """
     row = outputs * itemsize
     most = outputs * inputs * 4 if grad_weight else 8 * _LEAST_BYTES
-    most = min(max(most, _LEAST_BYTES), CHUNK_BYTES)
+    later = outputs * inputs * itemsize if grad_weight else 0
+    most = min(max(most, _LEAST_BYTES), max(CHUNK_BYTES, later))
     count = max(1, -(-rows * row // most))
     even = max(1, -(-rows // count))
     return even if even < 512 else -(-even // 128) * 128  # whole tiles of a product

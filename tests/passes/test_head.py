@@ -13,6 +13,7 @@ from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
 from hot_compile.passes.pipeline import sources_hash
 from hot_compile.passes.plan import Plan
+from hot_compile.runtime.head import products
 from hot_compile.testing import step
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 211, 16, 3, 8
@@ -272,6 +273,26 @@ def test_options_leave_a_head_alone(options, why):
 def test_small_logits_are_not_looked_at():
     _, heads = chunked(Head(ce), inputs(), {"head_min_bytes": 2**20})
     assert not heads
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "options", "pays"),
+    [
+        (BATCH, torch.bfloat16, {}, False),
+        (64, torch.bfloat16, {}, True),
+        (BATCH, torch.bfloat16, {"override": {"head": "int8"}}, True),
+        (BATCH, torch.float32, {}, True),
+    ],
+)
+def test_a_16_bit_heads_sum_in_fp32_takes_no_more_than_its_logits(
+    monkeypatch, rows, dtype, options, pays
+):
+    """8192 rows of Llama-3's head: g_w in fp32, and beside it in bf16, are as large as both are."""
+    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    model = Head(lambda y: y.logsumexp(-1).mean()).to(dtype)
+    _, (head,) = chunked(model, inputs(dtype, rows), {"head_min_bytes": 1, **options})
+    assert head.chunked == pays
+    assert ("add up in fp32" in head.reason) != pays
 
 
 def test_a_deep_residual_stream_is_read_in_no_time():
