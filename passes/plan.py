@@ -16,7 +16,7 @@ from torch import fx
 from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes.base.site import Site, SiteNodes, hint
-from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, ConvPrice, backward_price
 from hot_compile.passes.cost.linear import (
     Rates,
     Shape,
@@ -33,11 +33,6 @@ from hot_compile.passes.layers.decision import (
     grouped_by_sample,
 )
 from hot_compile.passes.layers.strategies import STRATEGIES, Spec
-from hot_compile.passes.plan_conv import (
-    conv_excluded,
-    conv_seconds,
-    conv_would_pay,
-)
 from hot_compile.passes.profile import lqs
 from hot_compile.passes.profile.profile import LayerProfile, Profile
 from hot_compile.passes.storage.step_time import StepTime
@@ -279,10 +274,9 @@ def _excluded(site: Site, config: HotConfig) -> str | None:
         return "low-rank factor: quantising it collapses accuracy (paper, table 3)"
     if site.head and site.conv is None and config.keep_head:
         return "classifier head: left alone, as in the paper"
-    if excluded := conv_excluded(site) if site.conv is not None else None:
-        return excluded
     if site.conv is not None:
-        return None
+        alone = "first convolution (of the model's input): left alone, as in the paper"
+        return alone if site.first else None
     small, large = sorted((hint(site.outputs), hint(site.inputs)))
     if small <= _LOW_RANK and large >= 8 * small:
         return "low-rank factor or head by shape: left alone, as in the paper"
@@ -357,9 +351,13 @@ def _times(site: Site, d: Decision, rates: Rates | None, config: HotConfig) -> t
     if rates is None or d.strategy is Strategy.EXACT:
         return 0.0, 0.0
     if site.conv is not None:
-        return conv_seconds(site, d.strategy, rates, shape, config.rows)
+        return _conv_price(site, d, rates, config).times()
     how = d.how(site.nodes if isinstance(site.nodes, SiteNodes) else None)
     return predicted_times(d.strategy, how, rates, d.dtype, shape)
+
+
+def _conv_price(site: Site, d: Decision, rates: Rates, config: HotConfig) -> ConvPrice:
+    return backward_price(site, d.strategy, rates, config.rows, config.rank)
 
 
 def _bytes_of_x(site: Site) -> int:
@@ -372,8 +370,7 @@ def _bytes_of_x(site: Site) -> int:
 def _would_pay(site: Site, d: Decision, rates: Rates, config: HotConfig) -> str:
     """From which batch on a layer that is too small would be worth it."""
     if not isinstance(site.nodes, SiteNodes):
-        shape = shape_of(site, config.rank)
-        return "; " + conv_would_pay(site, d.strategy, rates, shape, config.rows, config.min_gain)
+        return f"; {_conv_price(site, d, rates, config).would_pay(config.min_gain)}"
     shape, how = shape_of(site, config.rank), d.how(site.nodes)
     rows = rows_that_pay(d.strategy, how, rates, d.dtype, shape, config.min_gain)
     if rows is None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import cache
 
 import sympy
 
-from hot_compile.config import Strategy
-from hot_compile.passes.base.site import Convolution, hint
+from hot_compile.config import Rows, Strategy
+from hot_compile.passes.base.site import Convolution, Site, hint
 from hot_compile.passes.cost.linear import (
     MOST_ROWS,
     VARIABLES,
@@ -39,21 +40,6 @@ _ALL = (*VARIABLES, X, S, W, T)
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvShape:
-    """Numbers for the symbols of one convolution."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    element: int
-    rank: int
-    big: int
-    small: int
-    waste: float
-    tiled: float
-
-
-@dataclasses.dataclass(frozen=True)
 class ConvCost:
     """A ``Cost`` and what only convolutions do."""
 
@@ -64,16 +50,20 @@ class ConvCost:
     """Elements of products added into g_x."""
 
 
-def shape_of(
-    conv: Convolution, rows: int, outputs: int, inputs: int, element: int, rank: int
-) -> ConvShape:
-    """The numbers of one Site's convolution; symbolic sizes as traced."""
-    batch = hint(conv.batch)
+Numbers = dict[sympy.Symbol, float]
+"""One convolution's, for each symbol; symbolic sizes as traced."""
+
+
+def _numbers(site: Site, rank: int) -> Numbers:
+    conv = site.conv
+    assert conv is not None
+    rows, outputs, inputs = map(hint, (site.rows, site.outputs, site.inputs))
     small = rows * (inputs if conv.transposed else outputs)
-    big = batch * math.prod(map(hint, (conv.big_channels, *conv.big_size)))
+    big = hint(conv.batch) * math.prod(map(hint, (conv.big_channels, *conv.big_size)))
     plain = (1,) * len(conv.kernel)
-    waste, tiled = (_waste(conv, tile) for tile in (plain, tile_shape(len(conv.kernel))))
-    return ConvShape(rows, outputs, inputs, element, rank, big, small, waste, tiled)
+    wasted = (_waste(conv, tile) for tile in (plain, tile_shape(len(conv.kernel))))
+    sizes = (rows, outputs, inputs, site.dtype.itemsize, rank, big, small)
+    return dict(zip(_ALL, (*sizes, *wasted), strict=True))
 
 
 def _waste(conv: Convolution, tile: tuple[int, ...]) -> float:
@@ -151,24 +141,9 @@ def _seconds(total: ConvCost, rates: Rates, dtype: str) -> sympy.Expr:
 
 
 @cache
-def _number(expression: sympy.Expr) -> object:
-    return sympy.lambdify(_ALL, expression, "math")
-
-
-def conv_times(
-    strategy: Strategy,
-    gx: bool,
-    gw: bool,
-    rates: Rates,
-    dtype: str,
-    conv: Convolution,
-    im2col: bool = False,
-) -> tuple[sympy.Expr, sympy.Expr]:
-    """(exact's, ours): predicted seconds of a convolution's backward."""
-    products = int(gx) + int(gw)
-    exact = ConvCost(Cost(flops=2 * L * O * I * products, calls=products))
-    ours = _total(strategy, gx, gw, conv, im2col)
-    return _seconds(exact, rates, dtype), _seconds(ours, rates, dtype)
+def _number(expression: sympy.Expr) -> Callable[..., float]:
+    function: Callable[..., float] = sympy.lambdify(_ALL, expression, "math")
+    return function
 
 
 def _forward(conv: Convolution, folds: bool) -> ConvCost:
@@ -189,42 +164,72 @@ def _forward(conv: Convolution, folds: bool) -> ConvCost:
     return ConvCost(rows + weight + copies + product, folded=products)
 
 
-def forward_times(
-    rates: Rates, dtype: str, conv: Convolution, folds: bool
-) -> tuple[sympy.Expr, sympy.Expr]:
-    """(exact's, ours): predicted seconds of a convolution's forward, by ``_forward``.
+@dataclasses.dataclass(frozen=True)
+class ConvPrice:
+    """What one convolution's backward, or forward, takes on one device."""
+
+    exact: sympy.Expr
+    """Predicted seconds."""
+    ours: sympy.Expr
+    numbers: Numbers
+    batch: int
+
+    rotated = True
+    """A forward has no other form."""
+
+    def times(self) -> tuple[float, float]:
+        """(exact's, ours): predicted seconds."""
+        return self._at(self.numbers)
+
+    def gain(self) -> float:
+        """How many times faster than exact it is predicted to be."""
+        exact, ours = self.times()
+        return exact / ours if ours else 1.0
+
+    def would_pay(self, least: float) -> str:
+        """From which batch on it is ``least`` times faster, for people. It is not yet.
+
+        As with rows, the gain only rises.
+        """
+
+        def pays(samples: int) -> bool:
+            scaled = {symbol: self.numbers[symbol] * samples // self.batch for symbol in (L, X, S)}
+            exact, ours = self._at(self.numbers | scaled)
+            return round(exact / ours, 3) >= least  # rounded as in a decision, judged by that
+
+        batch = first_that_pays(pays, self.batch, MOST_ROWS) if self.batch else None
+        if batch is None:
+            return "no batch would change that"
+        return f"it would pay from a batch of {batch} on"
+
+    def _at(self, numbers: Numbers) -> tuple[float, float]:
+        exact, ours = (_number(time)(*numbers.values()) for time in (self.exact, self.ours))
+        return float(exact), float(ours)
+
+
+def backward_price(
+    site: Site, strategy: Strategy, rates: Rates, rows: Rows, rank: int
+) -> ConvPrice:
+    """A convolution's backward by ``strategy``."""
+    conv, dtype = site.conv, str(site.dtype).removeprefix("torch.")
+    assert conv is not None
+    gx, gw = site.needs_grad_input, site.needs_grad_weight
+    products = int(gx) + int(gw)
+    exact = ConvCost(Cost(flops=2 * L * O * I * products, calls=products))
+    im2col = rows is Rows.CONSECUTIVE and strategy is Strategy.HLA8 and not conv.is_product
+    ours = _total(strategy, gx, gw, conv, im2col)
+    times = _seconds(exact, rates, dtype), _seconds(ours, rates, dtype)
+    return ConvPrice(*times, _numbers(site, rank), hint(conv.batch))
+
+
+def forward_price(site: Site, rates: Rates, folds: bool) -> ConvPrice:
+    """A convolution's forward, by ``_forward``.
 
     A 1 x 1 convolution has so little to multiply that what exact reads and writes shows, too.
     """
+    conv, dtype = site.conv, str(site.dtype).removeprefix("torch.")
+    assert conv is not None
     exact = _seconds(ConvCost(Cost(flops=2 * L * O * I, calls=1)), rates, dtype)
     exact += (X + S) * E / rates.copy
-    return exact, _seconds(_forward(conv, folds), rates, dtype)
-
-
-def conv_gain(times: tuple[sympy.Expr, sympy.Expr], shape: ConvShape) -> float:
-    """How many times faster than exact a convolution's backward is predicted to be."""
-    exact, ours = (at(time, shape) for time in times)
-    return exact / ours if ours else 1.0
-
-
-def batch_that_pays(
-    times: tuple[sympy.Expr, sympy.Expr], shape: ConvShape, batch: int, least: float
-) -> int | None:
-    """From which batch on it is predicted ``least`` times faster; None: from none.
-
-    ``shape`` is that of ``batch`` samples, which do not pay. As with rows, the gain only rises.
-    """
-
-    def pays(samples: int) -> bool:
-        sizes = {name: getattr(shape, name) * samples // batch for name in ("rows", "big", "small")}
-        gain = conv_gain(times, dataclasses.replace(shape, **sizes))
-        return round(gain, 3) >= least  # rounded as in a decision, which is judged by that
-
-    return first_that_pays(pays, batch, MOST_ROWS) if batch else None
-
-
-def at(expression: sympy.Expr, shape: ConvShape) -> float:
-    """The value of ``expression`` for one convolution."""
-    # not astuple, which copies what it finds and cannot copy a symbolic size
-    numbers = [getattr(shape, field.name) for field in dataclasses.fields(shape)]
-    return float(_number(sympy.sympify(expression))(*numbers))  # type: ignore[operator]
+    ours = _seconds(_forward(conv, folds), rates, dtype)
+    return ConvPrice(exact, ours, _numbers(site, rank=0), hint(conv.batch))

@@ -13,9 +13,9 @@ from hot_compile.config import HotConfig
 from hot_compile.passes.base.graph import strip
 from hot_compile.passes.base.operators import CASTS, VIEWS, is_pointwise
 from hot_compile.passes.base.site import Site, SiteNodes, hint
-from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, shape_of
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, ConvPrice, forward_price
 from hot_compile.passes.cost.linear import Rates, Shape
-from hot_compile.passes.forward.convolution import ConvPrice, unfolding
+from hot_compile.passes.forward.convolution import folds, unfolding
 from hot_compile.passes.forward.product import Form, Price
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
@@ -69,7 +69,9 @@ def choose_forward(
     if problem:
         return ForwardDecision(site.name, False, problem)
     assert isinstance(rates, Rates)
-    price: Price | ConvPrice = _conv_price(site, rates) if site.conv else _price(site, rates, True)
+    price: Price | ConvPrice
+    conv = site.conv
+    price = forward_price(site, rates, folds(conv)) if conv else _price(site, rates, True)
     if _needs_no_rotation(site, layer, rates):
         price = max(price, _price(site, rates, False), key=lambda p: p.gain())
     gain = round(price.gain(), 3)
@@ -139,10 +141,3 @@ def _price(site: Site, rates: Rates, rotated: bool) -> Price:
     dtype, nodes = str(site.dtype).removeprefix("torch."), site.nodes
     assert isinstance(nodes, SiteNodes)
     return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused=not rotated))
-
-
-def _conv_price(site: Site, rates: Rates) -> ConvPrice:
-    assert site.conv is not None
-    rows, outputs, inputs = map(hint, (site.rows, site.outputs, site.inputs))
-    shape = shape_of(site.conv, rows, outputs, inputs, site.dtype.itemsize, rank=0)
-    return ConvPrice(rates, str(site.dtype).removeprefix("torch."), shape, site.conv)

@@ -1,4 +1,4 @@
-"""y = conv(x, W) on INT8: one plain function, traced into graphs, measured on tensors, and priced.
+"""y = conv(x, W) on INT8: one plain function, traced into graphs, and measured on tensors.
 
 Two forms, both of the backward's operators. Where the kernel moves by one, and in transposed
 convolutions, x's rows are multiplied with every kernel offset's weight and the products added up
@@ -7,7 +7,6 @@ where they belong, as g_x is (docs/adr/0006). Else x is unfolded, and y is one p
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,7 @@ from torch import Tensor
 
 import hot_compile.runtime.ops  # noqa: F401  (defines the operators)
 from hot_compile.passes.base.emit import channels_first
-from hot_compile.passes.base.site import Convolution, hint
-from hot_compile.passes.cost.conv import ConvShape, at, batch_that_pays, forward_times
-from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.base.site import Convolution
 from hot_compile.passes.forward.product import Form, int8_product
 from hot_compile.passes.layers.positions import channels_last, rows_of, unfolded
 
@@ -107,36 +104,3 @@ def _border(conv: Convolution) -> tuple[int, ...]:
     """How far the kernel reaches beyond what it is padded by, in each dimension."""
     axes = zip(conv.kernel, conv.dilation, conv.padding, strict=True)
     return tuple((k - 1) * d - p for k, d, p in axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvPrice:
-    """One convolution's forward on one device."""
-
-    rates: Rates
-    dtype: str
-    shape: ConvShape
-    conv: Convolution
-
-    rotated = True
-    """There is no other form."""
-
-    def gain(self) -> float:
-        """How many times faster than exact it is predicted to be."""
-        exact, ours = self.times()
-        return exact / ours
-
-    def times(self) -> tuple[float, float]:
-        """(exact's, ours): predicted seconds."""
-        exact, ours = (at(time, self.shape) for time in self._symbolic())
-        return exact, ours
-
-    def would_pay(self, least: float) -> str:
-        """From which batch on it is ``least`` times faster, for people."""
-        batch = batch_that_pays(self._symbolic(), self.shape, hint(self.conv.batch), least)
-        if batch is None:
-            return "no batch would change that"
-        return f"it would pay from a batch of {batch} on"
-
-    def _symbolic(self) -> Any:
-        return forward_times(self.rates, self.dtype, self.conv, folds(self.conv))
