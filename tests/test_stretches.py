@@ -99,6 +99,7 @@ def test_a_language_model_is_looked_at_without_its_logits(looks, dtype, tied):
     model = Language(VOCABULARY, tied=tied)
     step, x = compiled(model), tokens()
     for _ in range(2):
+        model.zero_grad()
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             step(x, x).backward()
     found = hot_compile.certificate(step)
@@ -175,6 +176,7 @@ def test_dropout_is_looked_at_with_nothing_compiled(looks, monkeypatch):
     step, x = compiled(model, lower=True), tokens(50)
     for room in (Room, Least):
         monkeypatch.setattr(eager, "Room", room)
+        model.zero_grad()
         step(x, x).backward()
     found = hot_compile.certificate(step)
     assert not found.unseen
@@ -191,6 +193,7 @@ def test_where_other_numbers_are_drawn_the_thorough_twin_is_asked(monkeypatch):
     x = torch.randn(64, 64)
     step = compiled(model, lower=True)
     for _ in range(5):
+        model.zero_grad()
         step(x).square().mean().backward()
     found = hot_compile.certificate(step)
     assert not found.unseen

@@ -131,6 +131,8 @@ def path_of(
 class Acceptance(Monitor):
     """Looks at steps by itself, and keeps what it found."""
 
+    sums = True
+
     def __init__(self) -> None:
         super().__init__(budget=BUDGET)
         self._known: dict[Path, Findings] = {}

@@ -40,7 +40,7 @@ log = logging.getLogger("hot_compile")
 
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
 _FORWARDS = 8
-"""Most forwards of a look before the first backward: a step may call a graph several times."""
+"""Most forwards of a look: a step may call a graph several times."""
 _FORWARD = 0.2
 """Relative error that outputs may have by an INT8 forward."""
 _AHEAD = 64
@@ -274,13 +274,16 @@ class Watched:
         """Forwards up to which there is nothing to do but to run."""
         self._left = 0
         """Forwards that are to be watched until there is a backward."""
+        self._versions: list[int] = []
+        """Of the parameters when the look began."""
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last watched backward showed is read here."""
         if self._calls < self._idle:
             self._calls += 1
             return self._usual(*args)
-        self.conclude()
+        if not self._goes_on(args):
+            self.conclude()
         self._calls += 1
         gauge = self.gauge
         if not gauge.repaired and self._monitor.follows(gauge, self._calls):
@@ -290,6 +293,7 @@ class Watched:
         watched = self._left > 0 and not gauge.repaired
         self._left -= watched
         if watched:
+            self._versions = _versions(args)
             return self._observed(*args)
         clock = self.clock if self._calls >= FIRST and not gauge.repaired else None
         if clock is not None and clock.wants_more:
@@ -297,6 +301,18 @@ class Watched:
         if not self._left:
             self._idle = self._next() - 1
         return self._usual(*args)
+
+    def _goes_on(self, args: Sequence[Any]) -> bool:
+        """The step that is watched calls the graph again, and adds to the gradients that it has.
+
+        They may cancel, and their sum is what an optimizer gets.
+        """
+        if not (self._left and self._monitor.sums) or self.gauge.shortage:
+            return False
+        self._observed.check_outputs()
+        if self.gauge.outputs_off or _versions(args) != self._versions:
+            return False
+        return any(p.grad is not None for p in _parameters(args))
 
     def _next(self) -> int:
         """The next forward at which there may be something to do."""
@@ -366,3 +382,12 @@ class Watched:
         """The next forward compiles the graph anew."""
         self.gauge.repaired, self.gauge.wants_stored = True, False
         forget(self._code)
+
+
+def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    return [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad]
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    """They change when an optimizer steps."""
+    return [parameter._version for parameter in _parameters(args)]

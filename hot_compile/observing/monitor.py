@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hot_compile.config import HotConfig, Memory, Strategy
 from hot_compile.errors import OptionError
@@ -130,6 +130,9 @@ class Monitor:
     """Layers whose graph stores its activations more exactly because of them, how, and why."""
     raised: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tensors that are stored in more bits, by their names in a profile: how many, and why."""
+
+    sums: ClassVar[bool] = False
+    """A look takes a step's backwards together, as far as their gradients are summed."""
 
     def __post_init__(self) -> None:
         self.graphs: dict[object, Watched] = {}
