@@ -36,6 +36,7 @@ from hot_compile.runtime.head.rows import (
     Chunk,
     Form,
     Gradient,
+    chunk_both,
     chunk_gradient,
     chunk_statistics,
 )
@@ -130,15 +131,16 @@ def both(
     integers = IntegerProducts(x, weight, wanted) if int8 else None
     made = _Gradients(x, parts, wanted, integers)
     with exactly(x.device):
-        for own, aim, lse, known, scale, theirs, grad_x in made.by_rows(
-            (target, 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (logits, 0)
+        for own, aim, known, scale, theirs, grad_x in made.by_rows(
+            (target, 0), (statistics, 1), (coefficients, 1), (logits, 0)
         ):
             g = made.room(len(own))
             y, left = _logits_of(own, parts, g, theirs, form)
             chunk = Chunk(y, outputs, aim, column, form)
-            chunk_statistics(chunk, known, left)
-            if scale is not None:
-                chunk_gradient(chunk, lse, Gradient(g.whole, scale))
+            if scale is None:
+                chunk_statistics(chunk, known, left)
+            else:
+                chunk_both(chunk, known, Gradient(g.whole, scale), left)
                 made.add(g, own, aim, grad_x)
     return statistics, logits, *_without_padding(made.sums, outputs)
 

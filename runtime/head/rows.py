@@ -16,6 +16,8 @@ from torch import Tensor
 
 _BLOCK = 2**19
 """Elements of a block: 2 MiB in fp32."""
+_FILLING = 512
+"""Rows that fill a GPU, one program each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,17 @@ def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
         if gradient.extra is not None:
             g.add_(gradient.extra[rows], alpha=gradient.extra_scale)
         gradient.out[rows, : chunk.width] = g if slope is None else g.mul_(slope)
+
+
+def chunk_both(chunk: Chunk, out: Tensor, gradient: Gradient, logits: Tensor | None = None) -> None:
+    """Statistics and gradient of a chunk, nothing added to it: one launch where Triton is."""
+    if has_triton(out) and chunk.y.shape[0] >= _FILLING:
+        from hot_compile.runtime.head.triton_kernels import statistics_
+
+        statistics_(chunk, out, logits, gradient)
+        return
+    chunk_statistics(chunk, out, logits)
+    chunk_gradient(chunk, out[1], gradient)
 
 
 def blocks(y: Tensor) -> Iterator[slice]:

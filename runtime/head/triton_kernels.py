@@ -30,12 +30,41 @@ def _tanh(x):
 
 
 @triton.jit
+def _gradient_block(
+    y, g, at, a, b, c, lse, label, column, extra, extra_scale, width, room, inner, outer,
+    CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    inside = at < width
+    within = at < room
+    z = tl.load(y + at, mask=within, other=0.0).to(tl.float32)
+    slope = 1.0
+    if CAP:
+        z = _tanh(z * inner)
+        slope = 1.0 - z * z
+    z = z * outer
+    value = a * tl.exp(z - lse)
+    if TARGET:
+        value += tl.where(at == label, b, 0.0)
+    if COLUMN:
+        value += c * tl.load(column + at, mask=inside, other=0.0)
+    else:
+        value += c
+    if EXTRA:
+        more = tl.load(extra + at, mask=inside, other=0.0).to(tl.float32)
+        value += extra_scale * more
+    value = tl.where(inside, value * slope, 0.0)
+    tl.store(g + at, value.to(g.dtype.element_ty), mask=within)
+
+
+@triton.jit
 def _statistics(
-    y, y_stride, target, column, out, out_stride, logits, logits_stride, width, room, inner, outer,
+    y, y_stride, target, column, out, out_stride, logits, logits_stride,
+    g, g_stride, coefficients, c_stride, width, room, inner, outer,
     CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, LOGITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    y += row * y_stride
     largest = tl.full((), float("-inf"), tl.float32)
     shift = tl.full((), 0.0, tl.float32)
     total = tl.full((), 0.0, tl.float32)
@@ -43,7 +72,7 @@ def _statistics(
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < width
-        z = tl.load(y + row * y_stride + at, mask=at < room, other=0.0).to(tl.float32)
+        z = tl.load(y + at, mask=at < room, other=0.0).to(tl.float32)
         if CAP:
             z = _tanh(z * inner)
         z = z * outer
@@ -61,18 +90,30 @@ def _statistics(
         new_shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
         total = total * tl.exp(shift - new_shift) + tl.sum(tl.exp(z - new_shift))
         shift = new_shift
+    lse = shift + tl.log(total)
     tl.store(out + row, largest)
-    tl.store(out + out_stride + row, shift + tl.log(total))
+    tl.store(out + out_stride + row, lse)
     tl.store(out + 3 * out_stride + row, weighted)
     picked = 0.0
+    place = 0
     if TARGET:
         place = tl.load(target + row)
         known = (place >= 0) & (place < width)
-        picked = tl.load(y + row * y_stride + place, mask=known, other=0.0).to(tl.float32)
+        picked = tl.load(y + place, mask=known, other=0.0).to(tl.float32)
         if CAP:
             picked = _tanh(picked * inner)
         picked = picked * outer
     tl.store(out + 2 * out_stride + row, picked)
+    if GRADIENT:  # a row's second reading finds most of it in the cache
+        tl.debug_barrier()  # the gradient may take y's place: every thread has read its label's y
+        a = tl.load(coefficients + row)
+        b = tl.load(coefficients + c_stride + row)
+        c = tl.load(coefficients + 2 * c_stride + row)
+        for first in range(0, room, BLOCK):
+            _gradient_block(
+                y, g + row * g_stride, first + tl.arange(0, BLOCK), a, b, c, lse, place, column,
+                out, 1.0, width, room, inner, outer, CAP, TARGET, COLUMN, False,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -83,44 +124,36 @@ def _gradient(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
     a = tl.load(coefficients + row)
     b = tl.load(coefficients + c_stride + row)
     c = tl.load(coefficients + 2 * c_stride + row)
-    within = at < room
-    z = tl.load(y + row * y_stride + at, mask=within, other=0.0).to(tl.float32)
-    slope = 1.0
-    if CAP:
-        z = _tanh(z * inner)
-        slope = 1.0 - z * z
-    z = z * outer
-    value = a * tl.exp(z - tl.load(lse + row))
+    label = 0
     if TARGET:
-        value += tl.where(at == tl.load(target + row), b, 0.0)
-    if COLUMN:
-        value += c * tl.load(column + at, mask=inside, other=0.0)
-    else:
-        value += c
-    if EXTRA:
-        more = tl.load(extra + row * extra_stride + at, mask=inside, other=0.0).to(tl.float32)
-        value += extra_scale * more
-    value = tl.where(inside, value * slope, 0.0)
-    tl.store(g + row * g_stride + at, value.to(g.dtype.element_ty), mask=within)
+        label = tl.load(target + row)
+    _gradient_block(
+        y + row * y_stride, g + row * g_stride, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
+        a, b, c, tl.load(lse + row), label, column, extra + row * extra_stride, extra_scale,
+        width, room, inner, outer, CAP, TARGET, COLUMN, EXTRA,
+    )  # fmt: skip
 
 
-def statistics_(chunk: Chunk, out: Tensor, logits: Tensor | None = None) -> None:
-    """The four statistics of every row into ``out`` [4, R], and the logits into ``logits``."""
+def statistics_(
+    chunk: Chunk, out: Tensor, logits: Tensor | None = None, gradient: Gradient | None = None
+) -> None:
+    """The four statistics of every row into ``out`` [4, R], the logits into ``logits``, and in the
+    same launch the gradient, to which nothing from outside is added."""
     rows, room = chunk.y.shape
     form, column = chunk.form, chunk.column
     if not rows:
         return
+    g, coefficients = (out, out) if gradient is None else (gradient.out, gradient.coefficients)
     _statistics[(rows,)](
         chunk.y, chunk.y.stride(0), _or(chunk.target, out), _or(column, out), out, out.stride(0),
         _or(logits, out), 0 if logits is None else logits.stride(0),
+        g, g.stride(0), coefficients, coefficients.stride(0),
         chunk.width, room, form.inner, form.outer,
         CAP=form.cap, TARGET=chunk.target is not None, COLUMN=column is not None,
-        LOGITS=logits is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+        LOGITS=logits is not None, GRADIENT=gradient is not None, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 

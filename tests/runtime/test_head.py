@@ -104,7 +104,9 @@ def test_low_precision_is_as_close_as_the_dtype(dtype):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("rows", [0, 1, 17, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpus_chunks_are_the_definition(form, rows, dtype):
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_a_gpus_chunks_are_the_definition(form, rows, dtype, one_launch, monkeypatch):
+    monkeypatch.setattr(head_rows, "_FILLING", 1 if one_launch else 2**30)
     given, coefficients = operands(rows, dtype, bias=True, column=True), torch.randn(3, rows) / 50
     there = [t if t is None else t.cuda() for t in given]
     scales = coefficients.cuda()

@@ -46,6 +46,17 @@ for dtype, cap, more in itertools.product(
     their_out[0] = torch.where(out[0].isnan(), out[0], their_out[0])  # max skips a NaN there
     torch.testing.assert_close(their_out, out, equal_nan=True)
     torch.testing.assert_close(their_g, g, equal_nan=True)
+    if not more:
+        both, in_place = torch.zeros(4, 5), Chunk(y.clone(), 150, None, None, chunk.form)
+        gradient = Gradient(in_place.y, coefficients)
+        head_triton.statistics_(in_place, both, None, gradient)
+        torch.testing.assert_close(both[1:], their_out[1:], equal_nan=True)
+        torch.testing.assert_close(in_place.y, their_g, equal_nan=True)
+    else:  # labels, beside the logits
+        apart, mine = torch.empty_like(y), Gradient(torch.empty_like(y), coefficients)
+        head_triton.gradient_(chunk, their_out[1], mine)
+        head_triton.statistics_(chunk, out, logits, Gradient(apart, coefficients))
+        torch.testing.assert_close(apart, mine.out, equal_nan=True)
 print("equal")
 """
 
