@@ -16,15 +16,15 @@ from torch import fx
 from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.errors import PlanFormatError
 from hot_compile.passes.base.site import Site, SiteNodes, hint
-from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, ConvPrice, backward_price
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, backward_price
 from hot_compile.passes.cost.linear import (
+    Price,
     Rates,
     Shape,
-    predicted_times,
-    rows_that_pay,
+    layer_price,
 )
 from hot_compile.passes.exact.forms import Candidate, FormDecision
-from hot_compile.passes.forward.choose import ForwardDecision, choose_forward
+from hot_compile.passes.forward.choose import ForwardDecision, choose_forward, would_pay
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.layers.decision import (
     Decision,
@@ -347,17 +347,16 @@ def _decision(
 
 def _times(site: Site, d: Decision, rates: Rates | None, config: HotConfig) -> tuple[float, float]:
     """Predicted seconds of exact and of it; none unpriced."""
-    shape = shape_of(site, config.rank)
     if rates is None or d.strategy is Strategy.EXACT:
         return 0.0, 0.0
+    return _price(site, d, rates, config).times()
+
+
+def _price(site: Site, d: Decision, rates: Rates, config: HotConfig) -> Price:
     if site.conv is not None:
-        return _conv_price(site, d, rates, config).times()
+        return backward_price(site, d.strategy, rates, config.rows, config.rank)
     how = d.how(site.nodes if isinstance(site.nodes, SiteNodes) else None)
-    return predicted_times(d.strategy, how, rates, d.dtype, shape)
-
-
-def _conv_price(site: Site, d: Decision, rates: Rates, config: HotConfig) -> ConvPrice:
-    return backward_price(site, d.strategy, rates, config.rows, config.rank)
+    return layer_price(d.strategy, how, rates, d.dtype, shape_of(site, config.rank))
 
 
 def _bytes_of_x(site: Site) -> int:
@@ -369,16 +368,13 @@ def _bytes_of_x(site: Site) -> int:
 
 def _would_pay(site: Site, d: Decision, rates: Rates, config: HotConfig) -> str:
     """From which batch on a layer that is too small would be worth it."""
-    if not isinstance(site.nodes, SiteNodes):
-        return f"; {_conv_price(site, d, rates, config).would_pay(config.min_gain)}"
-    shape, how = shape_of(site, config.rank), d.how(site.nodes)
-    rows = rows_that_pay(d.strategy, how, rates, d.dtype, shape, config.min_gain)
-    if rows is None:
-        return "; no number of rows would change that"
-    samples = hint(site.lead[0])
-    per_sample = shape.rows // samples if site.batched and samples else 0
-    batch = f" (a batch of {-(-rows // per_sample)})" if per_sample else ""
-    return f"; it would pay from {rows} rows on{batch}"
+    price, least = _price(site, d, rates, config), config.min_gain
+    if site.conv is not None:
+        return f"; {would_pay(price, 'batch', least)}"
+    rows, samples = price.pays_from(least), hint(site.lead[0])
+    per_sample = hint(site.rows) // samples if site.batched and samples else 0
+    batch = f" (a batch of {-(-rows // per_sample)})" if rows and per_sample else ""
+    return f"; {would_pay(price, 'number of rows', least)}{batch}"
 
 
 def shape_of(site: Site, rank: int) -> Shape:

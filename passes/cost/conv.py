@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from functools import cache
 
 import sympy
 
 from hot_compile.config import Rows, Strategy
 from hot_compile.passes.base.site import Convolution, Site, hint
 from hot_compile.passes.cost.linear import (
-    MOST_ROWS,
     VARIABLES,
     ZERO,
     Cost,
     E,
     I,
     L,
+    Numbers,
     O,
+    Price,
     R,
     Rates,
-    first_that_pays,
     seconds,
 )
 from hot_compile.runtime.reference.conv import tile_shape
@@ -48,10 +46,6 @@ class ConvCost:
     """Elements laid out as the kernel sees them."""
     folded: sympy.Expr = ZERO
     """Elements of products added into g_x."""
-
-
-Numbers = dict[sympy.Symbol, float]
-"""One convolution's, for each symbol; symbolic sizes as traced."""
 
 
 def _numbers(site: Site, rank: int) -> Numbers:
@@ -140,12 +134,6 @@ def _seconds(total: ConvCost, rates: Rates, dtype: str) -> sympy.Expr:
     return time + total.unfolded / rates.unfold + total.folded / rates.fold
 
 
-@cache
-def _number(expression: sympy.Expr) -> Callable[..., float]:
-    function: Callable[..., float] = sympy.lambdify(_ALL, expression, "math")
-    return function
-
-
 def _forward(conv: Convolution, folds: bool) -> ConvCost:
     """y of quantised rows: added up where the kernel lay (``folds``), or of unfolded x."""
     weight = Cost(bytes=O * I * (E + 1) + 2 * E * O * I * int(conv.offsets > 1), calls=1)
@@ -164,52 +152,7 @@ def _forward(conv: Convolution, folds: bool) -> ConvCost:
     return ConvCost(rows + weight + copies + product, folded=products)
 
 
-@dataclasses.dataclass(frozen=True)
-class ConvPrice:
-    """What one convolution's backward, or forward, takes on one device."""
-
-    exact: sympy.Expr
-    """Predicted seconds."""
-    ours: sympy.Expr
-    numbers: Numbers
-    batch: int
-
-    rotated = True
-    """A forward has no other form."""
-
-    def times(self) -> tuple[float, float]:
-        """(exact's, ours): predicted seconds."""
-        return self._at(self.numbers)
-
-    def gain(self) -> float:
-        """How many times faster than exact it is predicted to be."""
-        exact, ours = self.times()
-        return exact / ours if ours else 1.0
-
-    def would_pay(self, least: float) -> str:
-        """From which batch on it is ``least`` times faster, for people. It is not yet.
-
-        As with rows, the gain only rises.
-        """
-
-        def pays(samples: int) -> bool:
-            scaled = {symbol: self.numbers[symbol] * samples // self.batch for symbol in (L, X, S)}
-            exact, ours = self._at(self.numbers | scaled)
-            return round(exact / ours, 3) >= least  # rounded as in a decision, judged by that
-
-        batch = first_that_pays(pays, self.batch, MOST_ROWS) if self.batch else None
-        if batch is None:
-            return "no batch would change that"
-        return f"it would pay from a batch of {batch} on"
-
-    def _at(self, numbers: Numbers) -> tuple[float, float]:
-        exact, ours = (_number(time)(*numbers.values()) for time in (self.exact, self.ours))
-        return float(exact), float(ours)
-
-
-def backward_price(
-    site: Site, strategy: Strategy, rates: Rates, rows: Rows, rank: int
-) -> ConvPrice:
+def backward_price(site: Site, strategy: Strategy, rates: Rates, rows: Rows, rank: int) -> Price:
     """A convolution's backward by ``strategy``."""
     conv, dtype = site.conv, str(site.dtype).removeprefix("torch.")
     assert conv is not None
@@ -219,10 +162,10 @@ def backward_price(
     im2col = rows is Rows.CONSECUTIVE and strategy is Strategy.HLA8 and not conv.is_product
     ours = _total(strategy, gx, gw, conv, im2col)
     times = _seconds(exact, rates, dtype), _seconds(ours, rates, dtype)
-    return ConvPrice(*times, _numbers(site, rank), hint(conv.batch))
+    return Price(*times, _numbers(site, rank), hint(conv.batch), (L, X, S))
 
 
-def forward_price(site: Site, rates: Rates, folds: bool) -> ConvPrice:
+def forward_price(site: Site, rates: Rates, folds: bool) -> Price:
     """A convolution's forward, by ``_forward``.
 
     A 1 x 1 convolution has so little to multiply that what exact reads and writes shows, too.
@@ -232,4 +175,4 @@ def forward_price(site: Site, rates: Rates, folds: bool) -> ConvPrice:
     exact = _seconds(ConvCost(Cost(flops=2 * L * O * I, calls=1)), rates, dtype)
     exact += (X + S) * E / rates.copy
     ours = _seconds(_forward(conv, folds), rates, dtype)
-    return ConvPrice(exact, ours, _numbers(site, rank=0), hint(conv.batch))
+    return Price(exact, ours, _numbers(site, rank=0), hint(conv.batch), (L, X, S))

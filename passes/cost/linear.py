@@ -26,7 +26,7 @@ PACKING = sympy.Rational(3, 2)
 """Bytes moved to pack an INT8 value two to a byte."""
 _AT_ONCE = 1e9
 """Times as fast as it is, a device takes next to no time; which of its rates is higher stays."""
-MOST_ROWS = 2**24
+_MOST_ROWS = 2**24
 """More than any step has."""
 
 
@@ -347,51 +347,71 @@ class Shape:
     element: int
     rank: int = 8
 
+    @property
+    def numbers(self) -> Numbers:
+        """By symbol."""
+        return dict(zip(VARIABLES, dataclasses.astuple(self), strict=True))
+
+
+Numbers = dict[sympy.Symbol, float]
+"""One layer's, for each symbol."""
+
+
+def at(expression: sympy.Expr, layer: Shape | Numbers) -> float:
+    """The value of ``expression`` for one layer."""
+    numbers = layer.numbers if isinstance(layer, Shape) else layer
+    return float(_function(sympy.sympify(expression), tuple(numbers))(*numbers.values()))
+
 
 @cache
-def _number(expression: sympy.Expr) -> object:
-    return sympy.lambdify(VARIABLES, expression, "math")
+def _function(expression: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Callable[..., float]:
+    function: Callable[..., float] = sympy.lambdify(symbols, expression, "math")
+    return function
 
 
-def at(expression: sympy.Expr, shape: Shape) -> float:
-    """The value of ``expression`` for one layer."""
-    function = _number(sympy.sympify(expression))
-    return float(function(shape.rows, shape.outputs, shape.inputs, shape.element, shape.rank))  # type: ignore[operator]
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """Predicted seconds of a layer's backward, or forward, on one device: exact, and ours."""
+
+    exact: sympy.Expr
+    ours: sympy.Expr
+    numbers: Numbers
+    counted: int
+    """How many rows these are of, or samples."""
+    grows: tuple[sympy.Symbol, ...] = (L,)
+    """What there is more of with more of those."""
+
+    def times(self, count: int | None = None) -> tuple[float, float]:
+        """(exact's, ours), of so many rows or samples."""
+        numbers = self.numbers
+        if count is not None:
+            numbers = numbers | {s: numbers[s] * count // self.counted for s in self.grows}
+        return at(self.exact, numbers), at(self.ours, numbers)
+
+    def gain(self, count: int | None = None) -> float:
+        """How many times faster than exact it is."""
+        exact, ours = self.times(count)
+        return exact / ours if ours else 1.0
+
+    def pays_from(self, least: float) -> int | None:
+        """From how many rows or samples on it is ``least`` times faster; None: from none.
+
+        What a layer does whatever its rows are (launches, the weight's quantisation) weighs less
+        the more there are, so the gain only rises. Here it is too small.
+        """
+        if not self.counted:
+            return None
+        # rounded as a decision's gain is, which is judged by that
+        return _first(lambda n: round(self.gain(n), 3) >= least, self.counted, _MOST_ROWS)
 
 
-def predicted_times(
-    strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape
-) -> tuple[float, float]:
-    """(exact's, ours): predicted seconds of the layer's backward."""
-    exact = at(seconds(exact_backward(how), rates, dtype), shape)
-    return exact, at(seconds(layer_cost(strategy, how), rates, dtype), shape)
+def layer_price(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> Price:
+    """Of a Linear's backward."""
+    costs = exact_backward(how), layer_cost(strategy, how)
+    return Price(*(seconds(cost, rates, dtype) for cost in costs), shape.numbers, shape.rows)
 
 
-def predicted_gain(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> float:
-    """How many times faster than exact the layer's backward is predicted to be."""
-    exact, ours = predicted_times(strategy, how, rates, dtype, shape)
-    return exact / ours if ours else 1.0
-
-
-def rows_that_pay(
-    strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape, least: float
-) -> int | None:
-    """From how many rows on the layer is predicted ``least`` times faster; None: from none.
-
-    What a layer does whatever its rows are (launches, the weight's quantisation) weighs less the
-    more there are, so the gain only rises.
-    """
-    ours = seconds(layer_cost(strategy, how), rates, dtype)
-    exact = seconds(exact_backward(how), rates, dtype)
-
-    def pays(rows: int) -> bool:
-        own = dataclasses.replace(shape, rows=rows)
-        return at(exact, own) >= least * at(ours, own)
-
-    return first_that_pays(pays, shape.rows, MOST_ROWS)
-
-
-def first_that_pays(pays: Callable[[int], bool], low: int, high: int) -> int | None:
+def _first(pays: Callable[[int], bool], low: int, high: int) -> int | None:
     """The least number above ``low`` that pays, up to ``high``; None if not even that does.
 
     What pays once pays for every larger number.

@@ -13,10 +13,11 @@ from hot_compile.config import HotConfig
 from hot_compile.passes.base.graph import strip
 from hot_compile.passes.base.operators import CASTS, VIEWS, is_pointwise
 from hot_compile.passes.base.site import Site, SiteNodes, hint
-from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, ConvPrice, forward_price
-from hot_compile.passes.cost.linear import Rates, Shape
+from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
+from hot_compile.passes.cost.conv import forward_price as conv_price
+from hot_compile.passes.cost.linear import Price, Rates, Shape
 from hot_compile.passes.forward.convolution import folds, unfolding
-from hot_compile.passes.forward.product import Form, Price
+from hot_compile.passes.forward.product import Form, forward_price
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
 
@@ -69,18 +70,27 @@ def choose_forward(
     if problem:
         return ForwardDecision(site.name, False, problem)
     assert isinstance(rates, Rates)
-    price: Price | ConvPrice
-    conv = site.conv
-    price = forward_price(site, rates, folds(conv)) if conv else _price(site, rates, True)
+    conv, rotated = site.conv, True
+    price = conv_price(site, rates, folds(conv)) if conv else _price(site, rates, True)
     if _needs_no_rotation(site, layer, rates):
-        price = max(price, _price(site, rates, False), key=lambda p: p.gain())
+        plain = _price(site, rates, False)
+        if plain.gain() > price.gain():
+            price, rotated = plain, False
     gain = round(price.gain(), 3)
     if gain < config.min_gain:
-        reason = f"not worth it: predicted {gain:.2f}x exact; {price.would_pay(config.min_gain)}"
+        would = would_pay(price, "batch" if conv else "number of rows", config.min_gain)
+        reason = f"not worth it: predicted {gain:.2f}x exact; {would}"
         return ForwardDecision(site.name, False, reason, gain)
-    rotated = price.rotated
     exact, ours = price.times()
     return ForwardDecision(site.name, True, _measured(layer, rotated), gain, rotated, exact - ours)
+
+
+def would_pay(price: Price, what: str, least: float) -> str:
+    """From how much of ``what`` on it is ``least`` times faster, for people."""
+    count = price.pays_from(least)
+    if count is None:
+        return f"no {what} would change that"
+    return f"it would pay from {f'a batch of {count}' if what == 'batch' else f'{count} rows'} on"
 
 
 def _not_ours(site: Site) -> str | None:
@@ -140,4 +150,4 @@ def _price(site: Site, rates: Rates, rotated: bool) -> Price:
     shape = Shape(rows, outputs, inputs, site.dtype.itemsize)
     dtype, nodes = str(site.dtype).removeprefix("torch."), site.nodes
     assert isinstance(nodes, SiteNodes)
-    return Price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused=not rotated))
+    return forward_price(rates, dtype, shape, Form(rotated, nodes.weight_is_io, fused=not rotated))

@@ -13,18 +13,16 @@ from torch import Tensor
 import hot_compile.runtime.ops  # noqa: F401  (defines the operators)
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.cost.linear import (
-    MOST_ROWS,
     Cost,
     E,
     I,
     L,
     O,
+    Price,
     Rates,
     Shape,
     Sized,
-    at,
     exact_cost,
-    first_that_pays,
     seconds,
 )
 from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
@@ -168,35 +166,7 @@ def _evening_cost(form: Form) -> Cost:
     return Cost(bytes=SAMPLED * I * E + multiplied, calls=2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Price:
-    """One layer's forward on one device."""
-
-    rates: Rates
-    dtype: str
-    shape: Shape
-    form: Form
-
-    def gain(self, rows: int | None = None) -> float:
-        """How many times faster than exact the product is predicted to be, of so many rows."""
-        exact, ours = self.times(rows)
-        return exact / ours
-
-    def times(self, rows: int | None = None) -> tuple[float, float]:
-        """(exact's, ours): predicted seconds of the product, of so many rows."""
-        shape = self.shape if rows is None else dataclasses.replace(self.shape, rows=rows)
-        costs = exact_cost(1), forward_cost(self.form)
-        exact, ours = (at(seconds(cost, self.rates, self.dtype), shape) for cost in costs)
-        return exact, ours
-
-    @property
-    def rotated(self) -> bool:
-        """Both operands are transformed."""
-        return self.form.rotated
-
-    def would_pay(self, least: float) -> str:
-        """From how many rows on it is ``least`` times faster, for people."""
-        rows = first_that_pays(lambda n: self.gain(n) >= least, self.shape.rows, MOST_ROWS)
-        if rows is None:
-            return "no number of rows would change that"
-        return f"it would pay from {rows} rows on"
+def forward_price(rates: Rates, dtype: str, shape: Shape, form: Form) -> Price:
+    """What the product takes."""
+    costs = exact_cost(1), forward_cost(form)
+    return Price(*(seconds(cost, rates, dtype) for cost in costs), shape.numbers, shape.rows)

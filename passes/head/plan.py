@@ -11,7 +11,7 @@ from hot_compile.config import HotConfig, Strategy
 from hot_compile.passes.base.graph import strip
 from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.site import bytes_of, hint
-from hot_compile.passes.cost.linear import Pricing, Rates, Shape, predicted_times
+from hot_compile.passes.cost.linear import Pricing, Rates, Shape, layer_price
 from hot_compile.passes.head.find import Head, Refused
 from hot_compile.passes.head.operands import NotUnderstood, shape_of
 from hot_compile.passes.layers.strategies import How
@@ -161,7 +161,7 @@ def _loss(found: Head, config: HotConfig, pricing: Pricing) -> str:
     rows, outputs = value.shape
     shape = Shape(hint(rows), hint(outputs), hint(inputs), value.dtype.itemsize)
     dtype, rates = str(value.dtype).removeprefix("torch."), rates.override(dict(config.rates))
-    exact, ours = predicted_times(Strategy.INT8, How(), rates, dtype, shape)
+    exact, ours = layer_price(Strategy.INT8, How(), rates, dtype, shape).times()
     gain = exact / (ours + _BESIDE * shape.rows * shape.outputs / rates.transform)
     return "" if gain >= config.min_gain else f"not worth it: int8 predicted {gain:.2f}x exact"
 

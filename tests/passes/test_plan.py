@@ -210,8 +210,8 @@ def test_the_papers_layers_at_batch_1_stay_exact_on_hopper():
         for layer in layers:
             shape = cost.Shape(*layer, size)
             how = How(one_read=True)
-            gain = cost.predicted_gain(Strategy.INT8, how, RATES["sm90"], dtype, shape)
-            assert gain < 1
+            price = cost.layer_price(Strategy.INT8, how, RATES["sm90"], dtype, shape)
+            assert price.gain() < 1
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_weight_costs_the_same_whichever_way_it_lies(strategy, one_read):
 def test_a_small_layer_on_hopper_costs_what_its_kernels_took():
     """GPT-2's mlp.c_proj at 8 x 1024 tokens, H200, kernels of a step: 168 us, exact 109."""
     shape, how = cost.Shape(8192, 768, 3072, 2), How(one_read=True, weight_is_io=True)
-    times = cost.predicted_times(Strategy.INT8, how, RATES["sm90"], "bfloat16", shape)
+    times = cost.layer_price(Strategy.INT8, how, RATES["sm90"], "bfloat16", shape).times()
     assert [t * 1e6 for t in times] == pytest.approx([109, 168], rel=0.15)
 
 
@@ -262,12 +262,11 @@ def test_a_bias_pays_for_reading_grad_output_once(device):
     """ViT-B's qkv, batch 256, H200: its bias took 97 us of exact Inductor's 567, ours sums it on
     the way. Left exact, the step took 69.3 ms for 67.3."""
     shape, how = cost.Shape(256 * 197, 2304, 768, 2), How(one_read=True, summed=True)
-    exact, ours = cost.predicted_times(Strategy.INT8, how, device, "bfloat16", shape)
+    exact, ours = cost.layer_price(Strategy.INT8, how, device, "bfloat16", shape).times()
     assert exact * 1e6 == pytest.approx(567, rel=0.1)
     assert exact > 1.05 * ours  # what HotConfig.min_gain asks for
-    bare, same = cost.predicted_times(
-        Strategy.INT8, dataclasses.replace(how, summed=False), device, "bfloat16", shape
-    )
+    how = dataclasses.replace(how, summed=False)
+    bare, same = cost.layer_price(Strategy.INT8, how, device, "bfloat16", shape).times()
     assert same == ours
     assert (exact - bare) * 1e6 == pytest.approx(97, rel=0.3)
 

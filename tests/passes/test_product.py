@@ -13,7 +13,7 @@ from hot_compile.observing.monitor import Monitor
 from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
-from hot_compile.passes.forward.product import Form, Price, int8_product
+from hot_compile.passes.forward.product import Form, forward_price, int8_product
 from hot_compile.passes.forward.product import _evened as evened
 from hot_compile.passes.measure.linear import forward_measures
 from hot_compile.passes.measure.observe import Layer
@@ -222,7 +222,7 @@ def test_what_the_producer_quantises_is_not_read_for_it():
     shape = Shape(25216, 2304, 768, 2)
     rates = cuda_rates((9, 0), tf32=False)
     forms = (Form(), Form(rotated=False), Form(rotated=False, fused=True))
-    gains = [Price(rates, "bfloat16", shape, form).gain() for form in forms]
+    gains = [forward_price(rates, "bfloat16", shape, form).gain() for form in forms]
     assert gains == sorted(gains)
     assert gains[2] > 1.05 * gains[1]
 

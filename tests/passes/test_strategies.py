@@ -81,9 +81,9 @@ def test_it_is_priced_by_its_operators(added):
     shape = cost.Shape(1024, 256, 128, 4)
     assert cost.at(price.flops, shape) == cost.at(price.int_ops, shape) == 2 * 1024 * 256 * 128
     assert price.calls == 4  # g_y, x, and a product each
-    slow = cost.predicted_gain(added, how, RATES["cpu-vnni"], "float32", cost.Shape(8, 8, 8, 4))
-    fast = cost.predicted_gain(
-        added, how, RATES["cpu-vnni"], "float32", cost.Shape(2**15, 2048, 2048, 4)
+    slow, fast = (
+        cost.layer_price(added, how, RATES["cpu-vnni"], "float32", cost.Shape(*sizes, 4)).gain()
+        for sizes in ((8, 8, 8), (2**15, 2048, 2048))
     )
     assert slow < 1 < fast < 2
 
