@@ -34,7 +34,7 @@ from .observing.eager import Eager, Heads, room
 from .observing.gauge import Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
 from .observing.step_clock import clock_of
-from .observing.stretches import without_logits
+from .observing.stretches import without_logits, without_regions
 from .observing.walk import TooLarge
 from .observing.watching import Doubled, Twin, Watch
 from .passes.base.graph import module_path, readable
@@ -316,8 +316,10 @@ class _Graph:
         plain, random = dataclasses.replace(self, inner_compile=run_uncompiled), draws(gm)
         run = self.finished(config, profile)
         free, heads = config.accept == "free", self._heads(config)
-        quick = Eager(gm, names, self.example_inputs, free, heads, gauge.short)
-        if random and not (drawn_alike(gm) and self.inner_compile is compile_fx_inner):
+        other = random and not (drawn_alike(gm) and self.inner_compile is compile_fx_inner)
+        flat = gm if other else without_regions(gm)
+        quick = Eager(flat, names, self.example_inputs, free, heads, gauge.short)
+        if other:
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)
         halves = acceptance.computes_halves(self.example_inputs)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from samples_looks import Counter, looks_stay_below_a_gpus_peak
 from torch import nn
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hot_compile
 from hot_compile.again import Again
@@ -17,7 +19,7 @@ from hot_compile.memory import peak_bytes
 from hot_compile.observing import acceptance, eager, walk
 from hot_compile.observing.draws import Draws, drawn_alike, draws
 from hot_compile.observing.eager import Eager
-from hot_compile.observing.stretches import Sizes, can_be_cut
+from hot_compile.observing.stretches import Sizes, can_be_cut, without_regions
 from hot_compile.observing.walk import Graph, Room, Walk
 from hot_compile.observing.watching import Twin
 from hot_compile.passes.measure.sketch import sketch
@@ -141,6 +143,66 @@ def test_a_look_stops_where_it_does_not_fit(looks):
     assert max(looks) < looks.risen
 
 
+class Checkpointed(nn.Module):
+    """Blocks by ``torch.utils.checkpoint``, each with a region of its own inside."""
+
+    def __init__(self, layers, **more):
+        super().__init__()
+        torch.manual_seed(0)
+        self.more = more
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            y, mean = checkpoint(self.ran, block, x, use_reentrant=False, **self.more)
+            x = x + y * mean
+        return (x * x).mean()
+
+    @staticmethod
+    def ran(block, x):
+        y = checkpoint(block[:2], x, use_reentrant=False)
+        return block[2](y), y.mean()
+
+
+PRODUCTS_SAVED = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+)
+
+
+@pytest.mark.parametrize("more", [{}, {"context_fn": PRODUCTS_SAVED}])
+def test_looks_at_more_checkpointed_blocks_take_no_more(looks, monkeypatch, more):
+    """Also where torch keeps all that a region makes, run operator by operator, as 2.11 does."""
+    looks.risen = 12 * 2**20
+    x = torch.randn(1024, 128)
+    for layers in (2, 8):
+        torch._dynamo.reset()
+        step = compiled(Checkpointed(layers, **more))
+        loss = step(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(TagActivationCheckpoint, "__call__", lambda _, gm, *args, **__: gm(*args))
+            loss.backward()
+        found = hot_compile.certificate(step)
+        assert not found.unseen
+        assert found.errors.worst < 0.15
+    assert max(looks) < looks.risen
+
+
+def test_regions_become_part_of_their_graph():
+    model, x = Checkpointed(2), torch.randn(32, 128)
+    given = []
+    gm = graph_of(model, x, given=given)
+    flat = without_regions(gm)
+    assert len(gm.graph.find_nodes(op="get_attr")) == 2
+    assert not flat.graph.find_nodes(op="get_attr")
+    want = torch.autograd.grad(model(x), list(model.parameters()))
+    (loss,) = flat(*given[0])
+    for got, exact in zip(torch.autograd.grad(loss, list(model.parameters())), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
 def drawing(x):
     """Everything that draws of a seed, once; of one value in the order of its strides."""
     y = F.dropout(x, 0.2)
@@ -202,10 +264,15 @@ def test_where_other_numbers_are_drawn_the_thorough_twin_is_asked(monkeypatch):
     assert not found.repaired
 
 
-def graph_of(function, *inputs):
-    """Dynamo's."""
+def graph_of(function, *inputs, given=None):
+    """Dynamo's; ``given`` takes what it is called with."""
     found = []
-    torch.compile(function, backend=lambda gm, _: found.append(gm) or gm)(*inputs)
+
+    def backend(gm, _):
+        found.append(gm)
+        return lambda *args: (given is not None and given.append(args)) or gm(*args)
+
+    torch.compile(function, backend=backend)(*inputs)
     return found[0]
 
 

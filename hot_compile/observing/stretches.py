@@ -13,6 +13,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from hot_compile.detached_logits import PRODUCTS
@@ -24,6 +25,10 @@ _MARGIN = 1.3
 """What a head keeps to itself, and what the allocator cannot use, of what is predicted of it."""
 _CROSSING = 4
 """So many times what crosses counts, beside how unequal both sides of a cut are."""
+_REGIONS = (
+    torch.ops.higher_order.tag_activation_checkpoint,
+    torch.ops.higher_order.wrap_activation_checkpoint,
+)
 _INPLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
@@ -171,6 +176,52 @@ def without_logits(gm: fx.GraphModule) -> fx.GraphModule:
             gm.graph.erase_node(node)
     gm.recompile()
     return gm
+
+
+def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph in which what ``torch.utils.checkpoint`` runs is part of the graph.
+
+    Run operator by operator a region of its own is not computed again in every torch: 2.11 keeps
+    all that it makes. Nor could it be cut.
+    """
+    flat = fx.GraphModule(gm, fx.Graph())
+    flat.graph.output(_flattened(flat, gm, {}))
+    flat.recompile()
+    return flat
+
+
+def _flattened(flat: fx.GraphModule, gm: fx.GraphModule, same: dict[fx.Node, Any]) -> Any:
+    """Write ``gm``'s nodes behind those of ``flat``, regions' in their place; gives its results.
+
+    ``same``: what stands for the inputs of ``gm``, if they are no inputs of ``flat``.
+    """
+    for node in gm.graph.nodes:
+        if node in same or (node.op == "get_attr" and all(map(_region, node.users))):
+            continue
+        if node.op == "output":
+            break
+        if (region := _region(node)) is not None:
+            given = zip(region.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
+            inputs = {n: same[a] if isinstance(a, fx.Node) else a for n, a in given}
+            same[node] = _flattened(flat, region, inputs)
+        elif node.target is operator.getitem and isinstance(same.get(node.args[0]), (tuple, list)):
+            same[node] = same[node.args[0]][node.args[1]]
+        else:
+            same[node] = flat.graph.node_copy(node, same.__getitem__)
+            if node.op in ("get_attr", "call_module"):
+                same[node].target = name = f"own_{len(flat.graph.nodes)}"
+                setattr(flat, name, operator.attrgetter(node.target)(gm))
+    return fx.node.map_arg(gm.graph.output_node().args[0], same.__getitem__)
+
+
+def _region(node: fx.Node) -> fx.GraphModule | None:
+    """What ``torch.utils.checkpoint`` runs there, given nothing by name; None: nothing."""
+    if node.target not in _REGIONS:
+        return None
+    held: Any = node.args[0]
+    region = operator.attrgetter(held.target)(node.graph.owning_module)
+    given = len(node.args) - 1 == len(region.graph.find_nodes(op="placeholder"))
+    return region if given else None
 
 
 def part(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
