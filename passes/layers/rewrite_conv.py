@@ -17,9 +17,8 @@ from hot_compile.passes.base.emit import channels_first
 from hot_compile.passes.base.graph import aten, value_of
 from hot_compile.passes.base.site import ConvNodes, Site
 from hot_compile.passes.layers.decision import Decision
-from hot_compile.passes.layers.positions import channels_last, rows_of, unfolded
+from hot_compile.passes.layers.positions import channels_last, rows_of, tiled, unfolded
 from hot_compile.passes.layers.strategies import Kept
-from hot_compile.runtime.reference.conv import tile_counts, tile_shape
 
 hot = torch.ops.hot
 
@@ -73,24 +72,6 @@ class ConvStrategy:
 
     # shapes of tensors
 
-    def _tiled(self, rows: Tensor) -> Tensor:
-        """Rows of small positions in order of Hadamard tiles: ``reference.conv.tile_rows``."""
-        size = self.conv.small_size
-        channels = rows.shape[1]
-        shape, counts = tile_shape(len(size)), tile_counts(size)
-        x = aten.reshape.default(rows, [-1, *size, channels])
-        pad = [0, 0]
-        for n, tile, count in reversed(list(zip(size, shape, counts, strict=True))):
-            pad += [0, tile * count - n]
-        if any(pad):
-            x = aten.constant_pad_nd.default(x, pad, 0.0)
-        split = [n for pair in zip(counts, shape, strict=True) for n in pair]
-        dims = len(size)
-        order = [1 + 2 * i for i in range(dims)] + [2 + 2 * i for i in range(dims)]
-        x = aten.reshape.default(x, [-1, *split, channels])
-        x = aten.permute.default(x, [0, *order, 1 + 2 * dims])
-        return aten.reshape.default(x, [-1, channels])
-
     def _geometry(self, g_y: Tensor) -> tuple[Any, ...]:
         conv = self.conv
         batch: Any = conv.batch
@@ -110,7 +91,7 @@ class ConvStrategy:
             rows = rows_of(tensor)
             rank = d.rank if is_small or conv.is_product else 0
             if rank and d.tiles:
-                rows = self._tiled(rows)
+                rows = tiled(rows, conv.small_size)
         args = (rows, rank, 1, 8, d.per_channel, stochastic)
         return hot.quantize_columns.default(*args)
 

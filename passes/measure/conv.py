@@ -17,6 +17,7 @@ from hot_compile.passes.base.graph import CHANNEL_DIM, aten
 from hot_compile.passes.base.site import ConvNodes, Site
 from hot_compile.passes.forward.convolution import int8_convolution
 from hot_compile.passes.layers.decision import Decision, forced
+from hot_compile.passes.layers.positions import rows_of
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.measure.linear import (
     VARIES,
@@ -121,14 +122,10 @@ def _weight_only(site: Site) -> Site:
 
 def conv_granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """``measure.granule_errors`` of g_y, a row for each position."""
-    return granule_errors(_rows(g), rank)
+    return granule_errors(rows_of(g), rank)
 
 
 def conv_stats(g: Tensor, weight: Tensor, x: Tensor, rank: int) -> dict[str, dict[str, Tensor]]:
     """``measure.tensor_stats`` of the three operands: positions by channels, filters by weights."""
-    matrices = {"x": _rows(x), "weight": weight.flatten(1), "grad_output": _rows(g)}
+    matrices = {"x": rows_of(x), "weight": weight.flatten(1), "grad_output": rows_of(g)}
     return {name: tensor_stats(matrix, rank) for name, matrix in matrices.items()}
-
-
-def _rows(t: Tensor) -> Tensor:
-    return t.movedim(1, -1).reshape(-1, t.shape[1])

@@ -125,7 +125,7 @@ def both(
     """``hot::head_both``. Without coefficients: no gradients."""
     form, target = Form(inner, cap, outer), _valid(target, weight)
     coefficients = None if coefficients is None else coefficients.contiguous()
-    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+    statistics = _statistics(x)
     logits = _logits(x, weight, logits_dtype)
     outputs, parts = weight.shape[0], parts_of(weight, bias)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
@@ -169,7 +169,7 @@ def gradients(
     outputs, parts = weight.shape[0], parts_of(weight, bias)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
     made = _Gradients(x, parts, wanted, integers)
-    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+    statistics = _statistics(x)
     with exactly(x.device):
         for own, aim, lse, known, scale, outside, grad_x in made.by_rows(
             (_dense(target), 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (extra, 0)
@@ -301,56 +301,21 @@ for _name, _own in (
         _LIBRARY.impl(_name, _own, _device)
 
 
+def _statistics(x: Tensor) -> Tensor:
+    return x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
+
+
 @torch.library.register_fake("hot::head_statistics")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    column: Tensor | None,
-    inner: float,
-    cap: bool,
-    outer: float,
-    logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    return statistics, _logits(x, weight, logits_dtype)
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _statistics(x), _logits(x, weight, rest[6])
 
 
 @torch.library.register_fake("hot::head_gradients")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    column: Tensor | None,
-    coefficients: Tensor,
-    extra: Tensor | None,
-    extra_scale: float,
-    inner: float,
-    cap: bool,
-    outer: float,
-    wanted: list[bool],
-    int8: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_of(x, weight.shape[0], wanted)
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients_of(x, weight.shape[0], rest[9])
 
 
 @torch.library.register_fake("hot::head_both")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    column: Tensor | None,
-    coefficients: Tensor,
-    inner: float,
-    cap: bool,
-    outer: float,
-    logits_dtype: torch.dtype | None,
-    wanted: list[bool],
-    int8: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    statistics = x.new_empty((STATISTICS, x.shape[0]), dtype=torch.float32)
-    gradients = gradients_of(x, weight.shape[0], wanted)
-    return statistics, _logits(x, weight, logits_dtype), *gradients
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    logits = _logits(x, weight, rest[7])
+    return _statistics(x), logits, *gradients_of(x, weight.shape[0], rest[8])

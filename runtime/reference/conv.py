@@ -32,24 +32,6 @@ def tile_counts(small_size: Sizes) -> tuple[int, ...]:
     return tuple((size + tile - 1) // tile for size, tile in zip(small_size, shape, strict=True))
 
 
-def tile_rows(rows: Tensor, batch: int, small_size: Sizes) -> Tensor:
-    """[L, C] -> [batch * tiles * 16, C]: rows in order of 16-position tiles, zero over the edge.
-
-    What ``quantize_columns(..., rank, 1, ...)`` then takes as a group of 16 consecutive rows.
-    """
-    shape, counts = tile_shape(len(small_size)), tile_counts(small_size)
-    x = rows.reshape(batch, *small_size, rows.shape[1])
-    pad = [0, 0]
-    for size, tile, count in reversed(list(zip(small_size, shape, counts, strict=True))):
-        pad += [0, tile * count - size]
-    x = torch.nn.functional.pad(x, pad)
-    split = [n for pair in zip(counts, shape, strict=True) for n in pair]
-    dims = len(small_size)
-    order = [1 + 2 * d for d in range(dims)] + [2 + 2 * d for d in range(dims)]
-    x = x.reshape(batch, *split, rows.shape[1]).permute(0, *order, 1 + 2 * dims)
-    return x.reshape(-1, rows.shape[1])
-
-
 def _sources(
     positions: Sequence[Tensor],
     batch: int,
@@ -130,7 +112,8 @@ def conv_grad_weight(
     out[s, k, c] = sum over p of small[s, p] * big[c, p * stride + k * dilation - padding].
 
     small: int8 [S, K], value small * small_scale[:, None]; K = L padded, or, with rank > 0, what
-    ``quantize_columns(tile_rows(...), rank, 1, ...)`` writes. big: int8 [C, K'], likewise, of the
+    ``quantize_columns(tiled(...), rank, 1, ...)`` writes of rows in order of tiles, as
+    ``passes/layers/positions.py`` puts them. big: int8 [C, K'], likewise, of the
     big tensor itself; it is unfolded (and, with rank > 0, transformed) here.
     """
     device = small.device

@@ -91,9 +91,8 @@ def test_it_is_priced_by_its_operators(added):
 def test_it_is_timed_by_the_benchmark(added, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     layers = importlib.import_module("layers")
-    how = layers.how_of(added, torch.float32, 1, one_read=True)
     g, x, weight = operands()
-    layers.backward(added, layers.Operands(g, weight, x), how)
+    layers.backward(added, g, weight, x, How(one_read=True))
 
 
 def every_how():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import on_cpu
 
+from hot_compile.passes.layers.positions import tiled
 from hot_compile.runtime import reference
 from hot_compile.runtime.reference import conv
 
@@ -132,7 +133,7 @@ def test_conv_grad_weight(provider, assert_same, shape, dtype):
 def test_conv_grad_weight_of_tiles(provider, assert_same, shape, rank):
     case, _, big, (_, big_scale) = random_case(*shape)
     g = rows_of(torch.randn_like(case.g)).float()
-    tiles = conv.tile_rows(g, case.geometry[0], case.small_size)
+    tiles = tiled(g, case.small_size)
     small, scale = reference.quantize_columns(tiles, rank, 1, 8, True, True)
     args = (small, big, scale, big_scale, *case.geometry, rank, torch.float32)
     assert_same(provider("conv_grad_weight", *args), conv.conv_grad_weight(*args))
@@ -166,9 +167,7 @@ def test_full_transform_approximates_the_plain_product():
         g.view(4, 13, 14, 8).permute(0, 3, 1, 2), x.view(4, 13, 14, 6).permute(0, 3, 1, 2),
         case.w.detach().float(), None, *case.settings[1:], False, [0, 0], 1, [False, True, False],
     )[1]  # fmt: skip
-    small, scale = reference.quantize_columns(
-        conv.tile_rows(g, 4, case.small_size), 16, 1, 8, True, False
-    )
+    small, scale = reference.quantize_columns(tiled(g, case.small_size), 16, 1, 8, True, False)
     big, big_scale = reference.quantize_columns(x, 0, 1, 8, True, False)
     got = conv.conv_grad_weight(small, big, scale, big_scale, *case.geometry, 16, torch.float32)
     error = (got.movedim(-1, 1) - exact).norm() / exact.norm()
