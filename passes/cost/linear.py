@@ -407,8 +407,9 @@ class Price:
 
 def layer_price(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> Price:
     """Of a Linear's backward."""
-    costs = exact_backward(how), layer_cost(strategy, how)
-    return Price(*(seconds(cost, rates, dtype) for cost in costs), shape.numbers, shape.rows)
+    exact = seconds(exact_backward(how), rates, dtype)
+    ours = seconds(layer_cost(strategy, how), rates, dtype)
+    return Price(exact, ours, shape.numbers, shape.rows)
 
 
 def _first(pays: Callable[[int], bool], low: int, high: int) -> int | None:

@@ -168,5 +168,5 @@ def _evening_cost(form: Form) -> Cost:
 
 def forward_price(rates: Rates, dtype: str, shape: Shape, form: Form) -> Price:
     """What the product takes."""
-    costs = exact_cost(1), forward_cost(form)
-    return Price(*(seconds(cost, rates, dtype) for cost in costs), shape.numbers, shape.rows)
+    exact, ours = (seconds(cost, rates, dtype) for cost in (exact_cost(1), forward_cost(form)))
+    return Price(exact, ours, shape.numbers, shape.rows)
