@@ -177,9 +177,10 @@ def _line(r: Result) -> str:
         f"{r.uncompressed / 1e6:7.1f} MB  cosines {r.worst:.3f} {r.percentile:.3f} {r.median:.4f}"
         f"  {r.seconds:4.0f} s"
     )
-    if not r.stock_ms:
+    if not r.stock_peak:
         return said
-    return f"{said}  {r.hot_ms:.1f} of {r.stock_ms:.1f} ms, peak {r.hot_peak / r.stock_peak:.2f}"
+    kernels = f"kernels {r.hot_kernels_ms:.1f} of {r.stock_kernels_ms:.1f} ms"
+    return f"{said}  {kernels}, peak {r.hot_peak / r.stock_peak:.2f}"
 
 
 @app.command()

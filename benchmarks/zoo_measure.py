@@ -39,7 +39,7 @@ from hot_compile.record import Reports, run_uncompiled
 from hot_compile.testing import cosine
 
 WARM_UP, RATE = 3, 1e-3
-ROUNDS, STEPS, LOOKS = 4, 5, 3
+LOOKS = 3
 OPTIONS = {"accept": "off"}
 """What is measured is the first step's code, which looks have not changed yet."""
 UNCOMPILED = {**OPTIONS, "min_gain": 0, "strict": True}
@@ -97,8 +97,6 @@ class Result:
     stock_seconds: float = 0.0
     """Of the first step by stock; by hot: ``seconds``."""
     seconds: float = 0.0
-    stock_ms: float = 0.0
-    hot_ms: float = 0.0
     stock_kernels_ms: float = 0.0
     """Of a step's kernels and copies, one after the other: no host's time, so no neighbour's."""
     hot_kernels_ms: float = 0.0
@@ -174,8 +172,7 @@ class Arm:
     def __init__(self, built: Built, backend: Any, device: torch.device) -> None:
         self.built, self.device = built, device
         self.forward = torch.compile(built.model, backend=backend) if backend else built.model
-        self.best_ms, self.peak = float("inf"), 0
-        self.kernels_ms, self.launches = float("inf"), 0
+        self.kernels_ms, self.launches, self.peak = float("inf"), 0, 0
 
     def loss(self) -> Tensor:
         """A forward, in bf16 on a GPU."""
@@ -196,15 +193,6 @@ class Arm:
         """Forward and backward."""
         self.loss().backward()
         self.built.model.zero_grad()
-
-    def time(self) -> None:
-        """One round."""
-        synchronize(self.device)
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            self.step()
-        synchronize(self.device)
-        self.best_ms = min(self.best_ms, (time.perf_counter() - begin) / STEPS * 1e3)
 
     def look_at_kernels(self) -> None:
         """The least of some steps."""
@@ -309,19 +297,15 @@ def _off(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def _time(result: Result, arms: dict[str, Arm]) -> None:
-    """Interleaved rounds, the best of each arm."""
+    """Peaks, and kernels' times."""
     for arm in arms.values():
         arm.step()
         arm.peak = peak_bytes(arm.step, arm.device)
-    for _ in range(ROUNDS):
-        for arm in arms.values():
-            arm.time()
     for name, arm in arms.items():
         if arm.device.type == "cuda":
             arm.look_at_kernels()
             setattr(result, f"{name}_kernels_ms", arm.kernels_ms)
             setattr(result, f"{name}_launches", arm.launches)
-        setattr(result, f"{name}_ms", arm.best_ms)
         setattr(result, f"{name}_peak", arm.peak)
 
 

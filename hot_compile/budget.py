@@ -15,10 +15,10 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -43,36 +43,25 @@ _MEASURED = 2
 """Steps that are: gradients that are added up may stand before one and not before another."""
 
 
-class Meter(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Meter:
     """What tells of a device's memory."""
 
-    def allocated(self) -> int:
-        """Bytes of tensors now."""
-
-    def restart(self) -> None:
-        """Let :meth:`peak` count from now on."""
-
-    def peak(self) -> int:
-        """The most there were since."""
+    allocated: Callable[[], int]
+    """Bytes of tensors now."""
+    restart: Callable[[], None]
+    """Let ``peak`` count from now on."""
+    peak: Callable[[], int]
+    """The most there were since."""
 
 
-class Allocator:
+def allocator(device: torch.device) -> Meter:
     """CUDA's. Restarting it resets ``torch.cuda.max_memory_allocated``: it has one count only."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocated(self) -> int:
-        """Bytes of tensors now."""
-        return torch.cuda.memory_allocated(self._device)
-
-    def restart(self) -> None:
-        """Let :meth:`peak` count from now on."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int:
-        """The most there were since."""
-        return torch.cuda.max_memory_allocated(self._device)
+    return Meter(
+        partial(torch.cuda.memory_allocated, device),
+        partial(torch.cuda.reset_peak_memory_stats, device),
+        partial(torch.cuda.max_memory_allocated, device),
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -339,4 +328,4 @@ def note_of(digest: str) -> Path:
 @cache
 def ledger_of(device: torch.device, asked: int) -> Ledger:
     """The one of this process: its device's memory is one, whichever model is in it."""
-    return Ledger(asked, Allocator(device) if device.type == "cuda" else None)
+    return Ledger(asked, allocator(device) if device.type == "cuda" else None)

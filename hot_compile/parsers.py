@@ -53,31 +53,32 @@ def globs(name: str, value: object) -> tuple[str, ...]:
     raise OptionError.value(name, value, "a glob or a list of globs such as ['head*', '*.qkv']")
 
 
-def gain(name: str, value: object) -> float:
-    """A number >= 0."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    raise OptionError.value(name, value, "a number >= 0 (0: rewrite always; 1.05: the default)")
+def _number(least: float, expected: str, whole: bool = False, above: bool = False) -> Any:
+    """A number of at least this, or ``above`` it."""
 
-
-def at_least(least: int) -> Any:
-    """A whole number of at least this."""
-
-    def parse(name: str, value: object) -> int:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            return value
-        raise OptionError.value(name, value, f"a whole number >= {least}")
+    def parse(name: str, value: object) -> float:
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if number and (value > least or (value == least and not above)):  # type: ignore[operator]
+            return value if whole else float(value)  # type: ignore[return-value, arg-type]
+        raise OptionError.value(name, value, expected)
 
     return parse
 
 
+gain = _number(0, "a number >= 0 (0: rewrite always; 1.05: the default)")
+bytes_of = _number(0, "a number of bytes, an int >= 0", whole=True)
+_error = _number(0, "a relative error > 0 such as 0.2, or None", above=True)
+
+
+def at_least(least: int, or_else: str = "") -> Any:
+    """A whole number of at least this; ``or_else``: what else is valid, which is read elsewhere."""
+    other = f" or {or_else!r}" if or_else else ""
+    return _number(least, f"a whole number >= {least}{other}", whole=True)
+
+
 def error_budget(name: str, value: object) -> float | None:
     """A relative error, or none."""
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    raise OptionError.value(name, value, "a relative error > 0 such as 0.2, or None")
+    return None if value is None else _error(name, value)
 
 
 def memory_budget(name: str, value: object) -> float | int | None:
@@ -96,13 +97,6 @@ def peak_budget(name: str, value: object) -> str | None:
     if value is None or (isinstance(value, str) and memory_bytes(value, name)):
         return value
     raise OptionError.value(name, value, "a size such as '16GiB', or None")
-
-
-def bytes_of(name: str, value: object) -> int:
-    """A number of bytes."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise OptionError.value(name, value, "a number of bytes, an int >= 0")
 
 
 RATE_NAMES = (

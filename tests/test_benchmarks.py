@@ -209,7 +209,7 @@ def test_the_zoo_beside_stock(program, tmp_path):
     assert row.floor == 0  # fp32 on a CPU
     assert row.stock_off < 1e-4 < row.hot_off < 0.05
     assert row.firm_worst > 0.99
-    assert min(row.stock_ms, row.hot_ms, row.stock_peak, row.hot_peak) > 0
+    assert min(row.stock_peak, row.hot_peak) > 0
     (tmp_path / "zoo.md").write_text(PLACE)
     zoo.page(results, tmp_path / "zoo.md")
     page = (tmp_path / "zoo.md").read_text()

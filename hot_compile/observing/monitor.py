@@ -17,11 +17,11 @@ import functools
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hot_compile import parsers
 from hot_compile.config import HotConfig, Memory, Strategy
 from hot_compile.errors import OptionError
 from hot_compile.observing.evidence import Spread
@@ -142,15 +142,11 @@ class Monitor:
         self.compiles = 0
         """Graphs compiled so far, each time counted."""
         self._said = False
-        for name, also in (("every", [DOUBLING]), ("rotate", [])):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and value not in also:
-                expected = " or ".join(["a whole number >= 1", *map(repr, also)])
-                raise OptionError.value(name, value, expected)
-        self._check_budget()
-        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
-            raise OptionError.value("path", self.path, "a path, or None")
+        if self.every != DOUBLING:
+            parsers.at_least(1, or_else=DOUBLING)("every", self.every)
+        parsers.at_least(1)("rotate", self.rotate)
+        parsers.error_budget("budget", self.budget)
+        parsers.path("path", self.path)
         if self.writer is not None and not callable(getattr(self.writer, "add_scalar", None)):
             raise OptionError.value("writer", self.writer, "an object with add_scalar, or None")
         if self.callback is not None and not callable(self.callback):
@@ -158,19 +154,11 @@ class Monitor:
             raise OptionError.value("callback", self.callback, expected)
         if not isinstance(self.demoted, dict):
             raise OptionError.value("demoted", self.demoted, "a dict {layer: why}")
-        self._check_raised()
-
-    def _check_raised(self) -> None:
         try:
             list(bits_by_tensor(self.raised))
         except (AttributeError, ValueError):
             expected = "a dict {tensor: '8 bits: why' or 'exact: why'}, as another Monitor has it"
             raise OptionError.value("raised", self.raised, expected) from None
-
-    def _check_budget(self) -> None:
-        number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
-        if self.budget is not None and not (number and self.budget > 0):
-            raise OptionError.value("budget", self.budget, "a relative error > 0, or None")
 
     def applied(self, config: HotConfig, names: Sequence[str | None]) -> HotConfig:
         """The configuration for the graph of these parameters, after what was found so far."""
