@@ -1,4 +1,4 @@
-"""Bodies that are a loss of one softmax: what its kernels (``reference/head.py``) need to know.
+"""Bodies that are a loss of one softmax: what its kernels need to know (``runtime/head/products``).
 
 An abstract interpretation of a body: each wide value is a sum of known forms, each times one number
 a row; each number a row is made of three statistics of the row and of what is known outside. What

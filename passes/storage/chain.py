@@ -13,7 +13,6 @@ from torch import Tensor, fx
 
 from hot_compile.passes.base.graph import aten, strip
 from hot_compile.passes.base.operators import (
-    FUSED,
     GENTLE,
     MULTIPLES,
     SCALED,
@@ -24,7 +23,6 @@ from hot_compile.passes.base.site import hint
 
 _FACTORS = MULTIPLES | SCALED | {aten.where.self}
 """What may be done to a value and another tensor."""
-_TWO_TENSORS = SUMS_OF_TWO | FUSED | {aten.addcmul.default}
 _STEEP = {aten.exp.default, aten.expm1.default}
 
 

@@ -1,7 +1,14 @@
 """Operators of a head that go through it in chunks: no logits, no gradient of theirs, as a whole.
 
-Defined by ``reference/head.py``. Each is functional, returns fresh contiguous tensors and reads
-nothing back to the host. Products are the library's. Importing this registers them:
+Logits are z = outer * tanh(inner * y), or outer * y without a cap, of y = x W^T + b. Every loss
+made of log-softmax reads four numbers of a row of them, its *statistics*: the largest, log-sum-exp
+(lse), z at ``target``, the sum of z times ``column``. Its gradient is
+
+    g_z = A exp(z - lse) + B onehot(target) + C column (+ extra_scale * extra)
+
+with one number A, B, C a row, the *coefficients*, which hold the chain's constant factors; times
+the cap's slope, 1 - tanh(inner * y)^2. Each operator is functional, returns fresh contiguous
+tensors and reads nothing back to the host. Products are the library's. Importing this registers:
 
 * ``hot::head_statistics``: of every row of the logits, and the logits if the caller gets them;
 * ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again;

@@ -2,13 +2,13 @@
 
 import itertools
 
+import head_definition as reference_head
 import pytest
 import torch
 
 from hot_compile.runtime.head import parts as head_parts
 from hot_compile.runtime.head import products as head
 from hot_compile.runtime.head import rows as head_rows
-from hot_compile.runtime.reference import head as reference_head
 from hot_compile.testing import cosine
 
 OUTPUTS, INPUTS = 301, 24
