@@ -78,6 +78,13 @@ def test_rounding_is_not_judged():
     assert set(judged(traces, {"c"})) == {"a", "c"}
 
 
+@pytest.mark.parametrize(("apart", "fault"), [(0.01, True), (0.6, False)])
+def test_where_exact_code_differs_from_itself_nothing_is_wrong(apart, fault):
+    trace = Trace()
+    trace.add(10 * EXACT, EXACT, apart * EXACT)
+    assert bool(trace.fault(0.2)) == fault
+
+
 def net():
     return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.GELU(), nn.Linear(96, 64))
 

@@ -80,14 +80,16 @@ class Draws:
         return dict(self._seeds), dict(self._used)
 
     @contextlib.contextmanager
-    def since(self, mark: Mark) -> Iterator[None]:
+    def since(self, mark: Mark, before: Callable[..., None] = lambda *_: None) -> Iterator[None]:
         """Inside, operators draw what they drew after ``mark`` was taken.
+
+        ``before`` is told of each of ATen's, with its operands.
 
         What draws from the generators themselves, as fused attentions do, finds them as they were
         then only if somebody sees to that.
         """
         self._seeds, self._used = dict(mark[0]), dict(mark[1])
-        with enable_python_dispatcher(), _Drawing(self):
+        with enable_python_dispatcher(), _Drawing(self, before):
             yield
 
     def numbers(self, mode: str, size: list[int], device: torch.device) -> Tensor:
@@ -106,15 +108,16 @@ class Draws:
 class _Drawing(TorchDispatchMode):
     """Takes what draws apart as Inductor does; its numbers come from ``draws``."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, before: Callable[..., None]) -> None:
         super().__init__()
-        self._draws = draws
+        self._draws, self._before = draws, before
         self._apart: Mapping[Any, Callable[..., Any]] = select_decomp_table()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._before(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func in _MODES:

@@ -110,9 +110,11 @@ class Eager:
         head = find_head(sizes, self._heads.least) if cut and self._heads else None
         inputs = zip(self._gm.graph.find_nodes(op="placeholder"), self._names, strict=False)
         names = {node: name for node, name in inputs if name is not None}
-        return Graph(self._gm, sizes, not cut, head, names, self._run_head)
+        return Graph(self._gm, sizes, not cut, head, names, self._head_code)
 
-    def _run_head(self, nodes: Sequence[fx.Node], *values: Any) -> Sequence[Any]:
+    def _head_code(
+        self, nodes: Sequence[fx.Node], values: Sequence[Any]
+    ) -> Callable[..., Sequence[Any]]:
         """Compiled, with its logits in chunks, for the shapes of what it reads."""
         assert self._heads is not None
         shapes = tuple((v.shape, v.requires_grad) if isinstance(v, Tensor) else v for v in values)
@@ -120,7 +122,7 @@ class Eager:
             self._codes[shapes], _ = compiled_for(
                 part(self._gm, nodes), values, self._heads.compile
             )
-        return self._codes[shapes](*values)
+        return self._codes[shapes]
 
 
 def room(devices: Sequence[torch.device]) -> float:

@@ -16,6 +16,8 @@ _OF_NOISE = 0.3
 """Share of the batch's noise that an error may be: it then adds 9 % to a gradient's variance."""
 _OF_ROUNDING = 2.0
 """An error is fine up to so many times what exact code of two kinds differs by."""
+_NOTHING = 0.5
+"""Where exact code of two kinds differs by more than this, there is no gradient but rounding."""
 _LOOKS = 4
 """Fewest looks whose errors' mean is judged."""
 _QUIET = 1e-3
@@ -93,6 +95,8 @@ class Trace:
 
     def fault(self, budget: float) -> str:
         """What is wrong with it; nothing if it is fine. Noise excuses chance, but no bias."""
+        if self.rounding > _NOTHING and self.error < LOST:
+            return ""
         if self.error > self.limit(budget):
             noise = "" if self.noise is None else f", the batch's noise {self.noise:.2g}"
             return f"error {self.error:.3g} over budget {budget:g}{noise}"

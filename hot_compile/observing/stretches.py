@@ -62,12 +62,6 @@ class Sizes:
                 self.made[node] = bytes_of(value) if called else 0
         self.together = _together(self)
 
-    def forward(self, node: fx.Node) -> int:
-        """Bytes that its forward may take for a moment: its result, and its operands in fp32."""
-        made = self.made.get(node, 0)
-        operands = (_elements(n) for n in node.all_input_nodes if n.op.startswith("call_"))
-        return made + 4 * sum(operands) if made else 0
-
     def backward(self, node: fx.Node) -> int:
         """Bytes of the gradients that its backward makes."""
         return sum(map(_bytes, node.all_input_nodes))

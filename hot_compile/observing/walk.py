@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hot_compile.again import Again, RandomState, cuda_devices, differentiable, fresh, sampled
 from hot_compile.observing.draws import Draws, Mark
@@ -26,6 +28,8 @@ _LITTLE = 2**26
 _FREE = 0.9
 """Share of a device's free memory that may be used with ``accept="free"``."""
 
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
 Values = Mapping[fx.Node, Any]
 
 
@@ -35,6 +39,11 @@ class TooLarge(RuntimeError):
 
 class _Full(RuntimeError):
     """There is no room for the next operator."""
+
+    def __init__(self, size: float, left: float) -> None:
+        super().__init__(
+            f"an operator takes {size / 2**20:.0f} MiB more, {left / 2**20:.0f} are to spare"
+        )
 
 
 class Room:
@@ -57,12 +66,39 @@ class Room:
 
     def ask(self, size: int) -> None:
         """Raises _Full if so many bytes do not fit."""
-        if self._limits and size and size > self.left:
-            raise _Full
+        if self._limits and size and size > (left := self.left):
+            raise _Full(size, left)
 
     def __bool__(self) -> bool:
         """Somebody counts."""
         return bool(self._limits)
+
+    def before(self, operator: Any, *operands: Any) -> None:
+        """Raises _Full if what an operator of ATen makes does not fit: as much as it reads, or a
+        product's."""
+        if not self._limits or operator.is_view or operator._schema.is_mutable:
+            return
+        tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
+        read = sum(x.numel() * x.itemsize for x in tensors)
+        if operator.overloadpacket in _PRODUCTS and len(tensors) > 1:
+            *_, a, b = tensors
+            read = max(read, a.numel() // max(1, a.shape[-1]) * b.shape[-1] * a.itemsize)
+        self.ask(read)
+
+
+class _Asking(TorchDispatchMode):
+    """Asks before each operator."""
+
+    def __init__(self, room: Room) -> None:
+        super().__init__()
+        self._room = room
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._room.before(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +112,9 @@ class Graph:
     head: Head | None
     names: Mapping[fx.Node, str]
     """Of the inputs that are parameters."""
-    run_head: Callable[..., Sequence[Any]]
-    """Given a head's nodes and what they read: what is read of them. Raises TooLarge."""
+    head_code: Callable[[Sequence[fx.Node], Sequence[Any]], Callable[..., Sequence[Any]]]
+    """Of a head's nodes, for such values as they read: from these to what is read of them. Raises
+    TooLarge."""
 
     @functools.cached_property
     def inputs(self) -> list[fx.Node]:
@@ -133,6 +170,7 @@ class Walk:
         """From this place on gradients are known."""
         self._found: dict[str, Tensor] = {}
         self._left_out: set[str] = set()
+        self._why = ""
 
     def run(self) -> None:
         """Raises TooLarge where memory is too short; what was found until then counts."""
@@ -164,9 +202,7 @@ class Walk:
                 self._done = first
                 return
         if middle is None:
-            least = graph.sizes.need(first, last) / 2**20
-            left = self._room.left / 2**20
-            raise TooLarge(f"a look takes {least:.0f} MiB at once, {left:.0f} are to spare")
+            raise TooLarge(self._why)
         self._back(middle, last, self._forward(first, middle, env))
         self._back(first, middle, env)
 
@@ -185,7 +221,8 @@ class Walk:
         """It fitted."""
         try:
             gradients, found = self._gradients(first, last, env, chunked, trained)
-        except (_Full, TooLarge, torch.OutOfMemoryError):
+        except (_Full, TooLarge, torch.OutOfMemoryError) as error:
+            self._why = str(error)
             return False
         for node in self._nodes[first:last]:
             self._tangents.pop(node, None)
@@ -210,12 +247,15 @@ class Walk:
                 leaves[node].register_post_accumulate_grad_hook(keep)
         values = {n: v.clone() if n in self._changed else v for n, v in leaves.items()}
         kept = {n: self._tangents[n] for n in stretch if n in self._tangents}
+        if chunked:
+            with self._step.modes():
+                code = self._graph.head_code(stretch, list(values.values()))
         with self._as_the_step(first):
             if chunked:
-                made = self._graph.run_head(stretch, *values.values())
+                made = code(*values.values())
                 results = dict(zip(given(stretch), made, strict=True))
             else:
-                results = self._run(stretch, values, kept, ask=True)
+                results = self._run(stretch, values, kept)
         for node, value in results.items():
             self._sample(node, value)
         del values
@@ -224,7 +264,8 @@ class Walk:
         del leaves, results
         if ends and wanted:
             tangents = [kept[n] for n in ends]
-            torch.autograd.backward(list(ends.values()), tangents, inputs=list(wanted.values()))
+            with _Asking(self._room) if self._room else contextlib.nullcontext():
+                torch.autograd.backward(list(ends.values()), tangents, inputs=list(wanted.values()))
         gradients = {n: v.grad for n, v in wanted.items() if v.grad is not None}
         return gradients, found
 
@@ -245,10 +286,9 @@ class Walk:
         values = {n: env[n] if n in env else self._input(n) for n in needed(stretch)}
         try:
             with self._as_the_step(first):
-                made = self._run(stretch, values, dict.fromkeys(crossing), ask=False)
-        except _Full:
-            left = self._room.left / 2**20
-            raise TooLarge(f"a look's forward takes more than {left:.0f} MiB") from None
+                made = self._run(stretch, values, dict.fromkeys(crossing))
+        except _Full as error:
+            raise TooLarge(str(error)) from None
         return {n: made[n] if n in made else env[n] for n in crossing}
 
     def _input(self, node: fx.Node) -> Any:
@@ -257,21 +297,16 @@ class Walk:
             return value
         return value.clone() if node in self._changed else value.detach()
 
-    def _run(
-        self, stretch: Sequence[fx.Node], values: Values, kept: Values, ask: bool
-    ) -> dict[fx.Node, Any]:
+    def _run(self, stretch: Sequence[fx.Node], values: Values, kept: Values) -> dict[fx.Node, Any]:
         """Values of these nodes that are ``kept``, and of others that are."""
         interpreter, sizes, room = fx.Interpreter(self._graph.gm), self._graph.sizes, self._room
         interpreter.env = dict(values)
         last = last_reads(stretch, kept)
         for node in stretch:
-            room.ask(sizes.forward(node) if ask else sizes.made.get(node, 0))
-            before = room.left
+            room.ask(sizes.made.get(node, 0))
             made = interpreter.env[node] = interpreter.run_node(node)
-            if room and ask and differentiable(made):
-                beside = int(before - room.left) - sizes.made.get(node, 0)
-                more = sizes.backward(node) + max(0, beside)
-                made.register_hook(functools.partial(_ask, room, more))
+            if room and differentiable(made):
+                made.register_hook(functools.partial(_ask, room, sizes.backward(node)))
             del made
             for read in last.get(node, ()):
                 self._sample(read, interpreter.env.pop(read))
@@ -293,7 +328,9 @@ class Walk:
                     self._marks[first] = self._draws.mark, RandomState(self._step.args)
                 mark, state = self._marks[first]
                 state.restore()
-                stack.enter_context(self._draws.since(mark))
+                stack.enter_context(self._draws.since(mark, self._room.before))
+            elif self._room:
+                stack.enter_context(_Asking(self._room))
             yield
 
     def _add(self, node: fx.Node, tangent: Tensor) -> None:
