@@ -163,7 +163,7 @@ class Stepper:
         with fresh_cache():
             self._waited(self.step)
         self.row.compile_s = time.perf_counter() - start
-        for _ in range(2):
+        for _ in range(4):  # hot looks at steps 1, 2, 4 and 8
             self._waited(self.step)
         self.row.peak_bytes = peak_bytes(self.step, self.device)
         if self.device.type == "cuda":
