@@ -201,6 +201,8 @@ class _Graph:
         With ``observation``: exact, its layers shown, and not reported.
         """
         patches = dict(self.patches)
+        if not self.captured:  # parts are for CUDA graphs; finding them took 3 % of a compile
+            patches.setdefault("graph_partition", False)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
         recorder = Dump() if observation else self.recorder or Dump(dump)
         held = Held(recorder, None if observation else self.listener, self.done)

@@ -34,6 +34,7 @@ from hot_compile.passes.pipeline import (
     Partitioned,
 )
 from hot_compile.passes.plan import Plan
+from hot_compile.passes.spared_work import spare_work
 from hot_compile.passes.storage.crossers import saved_pairs
 from hot_compile.passes.storage.fit_budget import (
     Allowance,
@@ -47,7 +48,6 @@ from hot_compile.passes.storage.fit_budget import (
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
-from hot_compile.runtime.pointwise import write_dtype_rules_once
 
 log = logging.getLogger("hot_compile")
 
@@ -90,7 +90,7 @@ class JointPass(_Uncopied, CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place."""
-        write_dtype_rules_once()
+        spare_work()
         for step in self._before:
             step(graph)
         self.plan, self.intended = None, None
@@ -184,7 +184,6 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
     def _record(self, cut: Partitioned) -> None:
         """Show the graphs while every operator of a layer is still a node of its own."""
         for name, half in (("forward", cut.forward), ("backward", cut.backward)):
-            half.recompile()
             self._context.recorder.graph(name, half)
 
     def _observe(

@@ -159,25 +159,3 @@ def lowered() -> None:
             return decoded(code, scale, ops, number, levels, root)
 
         return make_pointwise(element)(code, scale)
-
-
-@taught
-def write_dtype_rules_once() -> None:
-    """Let Inductor write its table of operators' dtypes when rules are added to it, only.
-
-    It does so for every operator of every kernel (torch 2.11 to 2.14): a sixth of the time that
-    a model's compilation took, whose kernels have many. What is in the table stays the same.
-    """
-    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-    from torch._inductor.utils import op_dtype_propagation_rules
-
-    table: Any = DtypePropagationOpsHandler
-    write = table.__init__
-
-    @functools.wraps(write)
-    def write_once(self: Any) -> None:
-        if vars(self).get("rules_written") != len(op_dtype_propagation_rules):
-            write(self)
-            self.rules_written = len(op_dtype_propagation_rules)
-
-    table.__init__ = write_once

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from samples_packing import AS_ON_GPU, masked_round_trip, restored, round_trip, values
 from torch._inductor import config as inductor_config
 from torch._inductor import metrics
-from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.runtime import planes
-from hot_compile.runtime.pointwise import write_dtype_rules_once
 
 
 def quickly(quick, *values):
@@ -210,12 +208,6 @@ def test_a_cpu_finds_a_groups_scale_and_packs_it_in_one_loop():
         round_trip(x, Scheme.GROUPS6, compiled=True)
     loops = [fused.inner_kernel_number for fused in metrics.cpp_outer_loop_fused_inner_counts]
     assert max(loops, default=0) >= 3  # the largest magnitude, the codes, the scale
-
-
-def test_rules_for_dtypes_are_written_once():
-    write_dtype_rules_once()
-    written = DtypePropagationOpsHandler().mul
-    assert DtypePropagationOpsHandler().mul is written
 
 
 @pytest.mark.parametrize("scheme", [Scheme.GROUPS12, *CODED])
