@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import diffusion
 import head
 import torch
 import typer
@@ -57,6 +58,8 @@ class Case:
     adamw: bool = False
     loss_only: bool = False
     """A language model that returns its loss, not its logits."""
+    lora: bool = False
+    """A model of diffusion of which adapters alone are trained."""
 
 
 CASES = {
@@ -80,10 +83,22 @@ CASES = {
     "convnext-t-128": Case("convnext_tiny", Size(128)),
     "swin-t-128": Case("swin_tiny_patch4_window7_224", Size(128)),
     "bert": Case("bert", Size(32, tokens=512)),
+    "sd3": Case("sd3", Size(4)),
+    "sd3-lora": Case("sd3", Size(4), lora=True),
+    "flux": Case("flux", Size(2)),
+    "flux-lora": Case("flux", Size(2), lora=True),
+    "unet": Case("unet", Size(16)),
+    "unet-lora": Case("unet", Size(16), lora=True),
+    "video": Case("video", Size(2)),
+    "video-lora": Case("video", Size(2), lora=True),
+    "sd3-tiny": Case("sd3", Size(2, depth=2, width=384, image=32)),
+    "flux-tiny-lora": Case("flux", Size(2, depth=1, width=384, image=16), lora=True),
+    "unet-tiny": Case("unet", Size(2, width=64, image=32)),
+    "video-tiny": Case("video", Size(1, depth=1, width=384, image=16)),
     "vit-tiny": Case("vit_tiny_patch16_224", Size(8)),
     "gpt2-tiny": Case("gpt2", Size(1, depth=2, tokens=256)),
 }
-"""Rows of the table, by name. The two tiny ones are for a CPU."""
+"""Rows of the table, by name. The tiny ones are for a CPU."""
 ON_A_GPU = ",".join(name for name in CASES if "tiny" not in name)
 
 
@@ -102,6 +117,8 @@ class Row(StepRow):
 def workload(case: Case) -> Workload:
     """Random weights and inputs; Hugging Face's models return loss and logits, unchanged."""
     size = case.size
+    if case.model in diffusion.MODELS:
+        return diffusion.build(case.model, size, case.lora)
     if case.model in head.SIZES:
         model = head.build(case.model, size.depth, None)
     elif case.model == "bert":
