@@ -1,7 +1,7 @@
 """Whole steps of models as people bring them: stock Inductor beside hot, everything a user pays.
 
     python benchmarks/against_stock.py --device cuda --json out.json
-    python benchmarks/against_stock.py --device cpu --rows vit-tiny,gpt2-tiny --dtype fp32
+    python benchmarks/against_stock.py --device cpu --rows vit-tiny,gpt2-tiny,sd3-tiny --dtype fp32
 
 One process a row, its configurations interleaved; ``--jobs`` rows compile at once, but are timed
 one by one. ``ms`` is the best round, steps running one behind the other; ``host ms`` is how long
@@ -98,8 +98,9 @@ CASES = {
     "vit-tiny": Case("vit_tiny_patch16_224", Size(8)),
     "gpt2-tiny": Case("gpt2", Size(1, depth=2, tokens=256)),
 }
-"""Rows of the table, by name. The tiny ones are for a CPU."""
-ON_A_GPU = ",".join(name for name in CASES if "tiny" not in name)
+"""Rows of the table, by name. The tiny ones are for a CPU; those of diffusion are asked for by name."""
+_BESIDE = {"tiny", *diffusion.MODELS}
+ON_A_GPU = ",".join(name for name in CASES if _BESIDE.isdisjoint(name.split("-")))
 
 
 @dataclass
