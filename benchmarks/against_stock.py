@@ -98,7 +98,7 @@ CASES = {
     "vit-tiny": Case("vit_tiny_patch16_224", Size(8)),
     "gpt2-tiny": Case("gpt2", Size(1, depth=2, tokens=256)),
 }
-"""Rows of the table, by name. The tiny ones are for a CPU; those of diffusion are asked for by name."""
+"""Rows of the table, by name. The tiny ones are for a CPU; of diffusion only by name."""
 _BESIDE = {"tiny", *diffusion.MODELS}
 ON_A_GPU = ",".join(name for name in CASES if _BESIDE.isdisjoint(name.split("-")))
 
