@@ -285,6 +285,7 @@ class _FirstBackward:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
 
+    @torch.compiler.disable  # a step that calls backward() may be compiled as a whole
     def backward(self, node: Any, *gradients: Any) -> Any:
         """The gradients of the node's inputs. ``gradients`` may be one list, which is emptied."""
         kept, self._kept = self._kept, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 
 import pytest
@@ -111,3 +112,41 @@ def test_a_parameter_that_no_module_owns_is_a_layer():
 
     _, graphs = hot_step(loss, torch.randn(48, 64), weights["a"], weights, options=ALWAYS)
     assert [d.strategy for d in graphs[0].plan] == [Strategy.INT8] * 2
+
+
+def small_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    options = {"min_gain": 0, "accept": "auto", "strict": True}
+    return model, torch.compile(model, backend="hot", options=options), torch.randn(512, 64)
+
+
+def test_a_step_that_ran_can_be_copied_and_saved():
+    """As for an average of weights; what was seen of it stays with the first."""
+    model, step, x = small_step()
+    step(x).square().mean().backward()
+    other, file = copy.deepcopy(step), io.BytesIO()
+    torch.save(step, file)
+    file.seek(0)
+    for again in (other, torch.load(file, weights_only=False)):
+        again.zero_grad()
+        again(x).square().mean().backward()
+        for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+            assert cosine(mine.grad, theirs.grad) > 0.99
+
+
+def test_a_step_compiled_with_its_backward_and_its_optimizer():
+    """Dynamo breaks the graph at the backward, and sees no code of ours in it."""
+    model, _, x = small_step()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    @torch.compile(backend="hot", options={"min_gain": 0, "strict": True})
+    def step():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = [float(step()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)

@@ -141,6 +141,14 @@ class Acceptance(Monitor):
         self.times: dict[str, StepTime] = {}
         """How long graphs' steps take, where that was measured."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Acceptance:
+        """Of a step's copy, which is compiled by itself."""
+        return Acceptance()
+
+    def __reduce__(self) -> tuple[type[Acceptance], tuple[()]]:
+        """A step is saved without what was seen of it."""
+        return Acceptance, ()
+
     def begins(self, path: Path) -> Findings:
         """A graph is being compiled: start with what is known of it."""
         found = self._known.get(path)

@@ -66,8 +66,6 @@ class Observer:
     """Why it is shown nothing more of some graph."""
     wants_stored: bool = False
     """It is shown what crosses to the backward, too."""
-    same: float = SAME
-    """Relative difference up to which a step's outputs are those of its exact twin."""
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Look at g_y [L, O], W [O, I] and x [L, I]; None where the backward has no use for it.
@@ -90,6 +88,11 @@ class Observer:
 
     def uncertain(self, name: str, difference: Tensor) -> None:
         """Take a sketch: by what a parameter's gradients by exact code of two kinds differ."""
+
+    @property
+    def same(self) -> float:
+        """Relative difference up to which a step's outputs are those of its exact twin."""
+        return SAME
 
     def differs(self, worst: float) -> None:
         """Outputs are further than ``same`` from the twin's, which by default is not trusted."""
