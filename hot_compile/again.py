@@ -196,15 +196,24 @@ def only_once(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     """
     if any(map(is_traceable_wrapper_subclass, example_inputs)):
         return "its tensors are of a class of their own"
-    if in_job() and any("c10d" in n or "torch.distributed" in n for n in called_in(gm)):
+    if in_job() and any(map(sends, called_in(gm))):
         return "it sends something to other processes"
     return ""
 
 
 def called_in(gm: fx.GraphModule) -> Iterator[str]:
     """Names of all that one of Dynamo's graphs calls, with their modules'."""
-    nodes = (node for graph in graphs_of(gm) for node in graph.nodes)
-    return (f"{node.target} {getattr(node.target, '__module__', '')}" for node in nodes)
+    return (called_by(node) for graph in graphs_of(gm) for node in graph.nodes)
+
+
+def called_by(node: fx.Node) -> str:
+    """What a node calls, by name, with its module's."""
+    return f"{node.target} {getattr(node.target, '__module__', '')}"
+
+
+def sends(called: str) -> bool:
+    """It may talk to other processes."""
+    return "c10d" in called or "torch.distributed" in called
 
 
 def differentiable(value: Any) -> bool:

@@ -6,11 +6,12 @@ which names the cause and a folder with a reproduction. Code that fails when it 
 compiled again for the sizes at hand, and the step is done with that: a forward from its inputs, a
 backward (which torch compiles when it is first wanted) by another forward and backward from the
 same inputs and random state, which are kept until the first backward is through. What happens later
-is passed on, and so is a lack of memory.
+is passed on, and so is a lack of memory. Processes of one job go on in the same way (``together``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
@@ -34,9 +36,11 @@ from .again import (
 )
 from .config import HotConfig
 from .errors import HotError, OptionWarning
+from .passes.cost.tuned import in_job
 from .passes.measure.observe import SAME
 from .record import GraphReport
 from .reproduction import cause, write_reproduction
+from .together import Together
 
 log = logging.getLogger("hot_compile")
 
@@ -105,6 +109,12 @@ def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
     yield Way("everything", config, stock=True)
 
 
+_ASKS = 16
+"""A job's processes are that many forwards, at most, apart when they are through a first step."""
+_WHOLE = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
+"""A graph with collectives is compiled with its backward, while processes can still agree. Buffers
+are not given away then: nobody knows yet whether the graph will be kept."""
+
 Compile = Callable[[fx.GraphModule, Sequence[Any], Way, list[GraphReport]], Callable[..., Any]]
 """(a graph of its own, example inputs, how, what was done to it so far) -> compiled function."""
 
@@ -128,30 +138,40 @@ class Guaranteed:
         self._examples = example_inputs
         self._compile = compile_graph
         self._asked = asked
-        self._ways = _ways(config, _on_gpu(example_inputs))
-        self._way = next(self._ways)
+        self._ways = tuple(_ways(config, _on_gpu(example_inputs)))
+        self._at = 0
         self._reports: list[GraphReport] = []
-        self._failure: tuple[str, Exception] | None = None
-        """The first that was not told of yet, and where it was."""
-        self.settled = bool(only_once(gm, example_inputs))
+        self._failure: tuple[str, Exception | None] | None = None
+        """The first that was not told of yet, and where it was; None: in another process."""
+        self._job = Together(gm, example_inputs, config.stable_hash())
+        self._asks = _ASKS if in_job() else 0
+        """In so many forwards more it is asked whether another process failed."""
+        self._told: set[tuple[str, int]] = set()
+        """Stages and ways of which other processes know how they ended."""
+        self._once = bool(only_once(gm, example_inputs))
+        self.settled = self._once
         """A backward is through, or none could be done again."""
         self._run = self._compiled(gm)
         self._mutated = mutated_places(TracingContext.try_get(), example_inputs)
 
     def __call__(self, *args: Any) -> Any:
-        """One forward; the first is done again in another way if it fails."""
+        """One forward; the first is done again in another way if it fails, here or elsewhere."""
+        self._follows()
         step = None if self.settled else self._begun(args)
         if step is None:
             return self._run(*args)
         while True:
-            run = self._run
-            try:
-                outputs = run(*args)
+            run, at, done = self._run, self._at, False
+            with self._stage("forward", at):
+                try:
+                    outputs = run(*args)
+                    done = True
+                except Exception as error:
+                    if not self._replaced(run, "a first forward", error, step):
+                        raise
+            if done and not self._left("forward", at):
                 break
-            except Exception as error:
-                if not self._replaced(run, "a first forward", error, step):
-                    raise
-                step.put_back()
+            step.put_back()
         self._tell()
         try:
             step.sample(outputs)
@@ -161,6 +181,35 @@ class Guaranteed:
         except Exception:
             log.debug("hot: a first backward is not guarded", exc_info=True)
         return outputs
+
+    def _follows(self) -> None:
+        """Another process may have failed since this one was through with that."""
+        if self._asks and not self._once:
+            self._asks -= self.settled
+            self._moves("a first step", self._job.left(self._at))
+            self._tell()
+
+    def _stage(self, name: str, at: int) -> contextlib.AbstractContextManager[None]:
+        """Others wait for the first run of a code only."""
+        if (name, at) in self._told:
+            return contextlib.nullcontext()
+        return self._job.stage(name, at)
+
+    def _left(self, name: str, at: int) -> bool:
+        """After a stage went well here: whether it failed elsewhere, and other code runs now."""
+        if (name, at) in self._told:
+            return False
+        self._told.add((name, at))
+        return self._moves(f"a first {name}", self._job.outcome(name, at))
+
+    def _moves(self, where: str, at: int | None) -> bool:
+        """To the way on which processes agreed, if there is one."""
+        if at is None:
+            return False
+        self._failure = self._failure or (where, None)
+        self._at = at
+        self._run = _BySizes(self._gm, self._compile, self._way, self._reports)
+        return True
 
     def _begun(self, args: Sequence[Any]) -> Again | None:
         try:
@@ -175,49 +224,74 @@ class Guaranteed:
         step: Again,
         run: Callable[..., Any],
         gradients: tuple[Any, ...],
-        error: Exception,
+        usual: Callable[[], Any],
     ) -> Any:
-        """What the first backward should have given, in which ``run`` raised ``error``."""
-        while self._replaced(run, "a first backward", error, step):
-            run = self._run
-            try:
-                with step.random.again():
-                    inputs, outputs = step.run(run)
-                    other: Any = compiled_node(outputs, inputs)
-                    if not (_alike(node, other) and step.deviation(samples_of(outputs)) < SAME):
-                        text = "a forward that is done again computes something else"
-                        raise RuntimeError(text) from error
-                    found = other.apply(*gradients)
-            except Exception as another:
-                error = another
-            else:
-                self._tell()
-                return found
-        raise error
+        """What a first backward gives: ``usual()``, of the code ``run``, or that of other code if
+        that fails here or elsewhere."""
+
+        def again() -> Any:
+            return self._again(node, step, gradients)
+
+        attempt = usual if run is self._run or step.stale else again  # given up since that forward
+        while True:
+            run, at = run if attempt is usual else self._run, self._at
+            with self._stage("backward", at):
+                try:
+                    found = attempt()
+                except Exception as error:
+                    if not self._replaced(run, "a first backward", error, step):
+                        raise
+                    attempt = again
+                    continue
+            if not self._left("backward", at) or step.stale:
+                break
+            attempt = again
+        self.settled = True
+        self._tell()
+        return found
+
+    def _again(self, node: Node, step: Again, gradients: tuple[Any, ...]) -> Any:
+        """The gradients of a node's inputs by another forward and backward."""
+        with step.random.again():
+            inputs, outputs = step.run(self._run)
+            other: Any = compiled_node(outputs, inputs)
+            if not (_alike(node, other) and step.deviation(samples_of(outputs)) < SAME):
+                raise RuntimeError("a forward that is done again computes something else")
+            return other.apply(*gradients)
+
+    @property
+    def _way(self) -> Way:
+        return self._ways[self._at]
 
     def _compiled(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        whole = _WHOLE if self._job.members else {}
         while True:
-            way = self._way
+            way, at, run = self._way, self._at, None
             if way.stock:  # and nothing of ours around it either
                 way = dataclasses.replace(way, config=dataclasses.replace(way.config, head="off"))
-            try:
-                run = self._compile(gm, self._examples, way, self._reports)
-            except Exception as error:
-                if not self._goes_on("compiling", error):
-                    raise
-                gm = twin(self._gm)
-            else:
+            with self._job.stage("compiling", at):
+                try:
+                    with functorch_config.patch(whole):
+                        run = self._compile(gm, self._examples, way, self._reports)
+                except Exception as error:
+                    if not self._goes_on("compiling", error):
+                        raise
+            other = None if run is None else self._job.outcome("compiling", at)
+            if run is not None and other is None:
                 self._tell()
                 return run
+            if other is not None:
+                self._failure, self._at = self._failure or ("compiling", None), other
+            gm = twin(self._gm)
 
     def _goes_on(self, where: str, error: Exception) -> bool:
-        """Whether there is another way; it is the next one then."""
+        """Whether there is another way; it is the next one then, in all processes."""
         if _passed_on(error):
             return False
         self._failure = self._failure or (where, error)
-        for way in self._ways:
+        for place, way in enumerate(self._ways[self._at + 1 :], self._at + 1):
             if not self._reports or any(map(way.used, self._reports)):
-                self._way = way
+                self._at = self._job.failed(self._at, place)
                 return True
         return False
 
@@ -240,6 +314,9 @@ class Guaranteed:
         way = "without " + self._way.without
         if self._way.stock:
             way = "as stock Inductor compiles it"
+        if error is None:
+            log.warning("hot: %s failed in another process; the graph goes on %s.", where, way)
+            return
         log.warning(
             "hot: %s failed (%s); the graph goes on %s. %s. options={'strict': True} raises the "
             "error instead.",
@@ -289,16 +366,15 @@ class _FirstBackward:
     def backward(self, node: Any, *gradients: Any) -> Any:
         """The gradients of the node's inputs. ``gradients`` may be one list, which is emptied."""
         kept, self._kept = self._kept, None
+        if kept is None:
+            return self._function.backward(node, *gradients)
         boxed = len(gradients) == 1 and isinstance(gradients[0], list)
-        given = () if kept is None else tuple(gradients[0]) if boxed else gradients
-        try:
-            found = self._function.backward(node, *gradients)
-        except Exception as error:
-            if kept is None:
-                raise
-            found = self._owner.backward(node, *kept, given, error)
-        self._owner.settled = True
-        return found
+        given = tuple(gradients[0]) if boxed else gradients
+
+        def usual() -> Any:
+            return self._function.backward(node, *gradients)
+
+        return self._owner.backward(node, *kept, given, usual)
 
 
 def _passed_on(error: BaseException | None) -> bool:

@@ -83,7 +83,7 @@ BELOW_BACKEND = {
     for name in (
         *("observing", "memory", "graphs", "record", "schedule", "detached_logits", "frameworks"),
         *("budget", "figures", "inductor", "unchanged", "stand_in"),
-        *("again", "guarantee", "reproduction"),
+        *("again", "guarantee", "reproduction", "together"),
     )
 }
 TOP = 5
