@@ -281,7 +281,7 @@ def _fashion(setting: Setting, batch: int) -> Data:
         for kind in ("images", "labels")
     )
     held_x, held_y = (t[: 100 if setting.quick else None] for t in (held_x, held_y))
-    mean, std = (f(x.float() / 255) for f in (torch.mean, torch.std))
+    mean, std = (float(f(x.float() / 255)) for f in (torch.mean, torch.std))
 
     def ready(pixels: Tensor) -> Tensor:
         return (F.pad(pixels.unsqueeze(1).float() / 255, (2,) * 4) - mean) / std
