@@ -25,6 +25,7 @@ from hot_compile.passes.context import Context
 from hot_compile.passes.exact.casts import cast_together, count_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
+from hot_compile.passes.exact.kernels import keep_themselves
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.gather import gather
 from hot_compile.passes.head.plan import HeadDecision
@@ -409,6 +410,10 @@ def _casts(cut: Partitioned) -> int:
     return sum(map(cast_together, cut.graphs)) + count_together(cut.forward.graph)
 
 
+def _kernels(cut: Partitioned) -> int:
+    return 0 if cut.plan is None else keep_themselves(cut.forward.graph)
+
+
 def _gather(cut: Partitioned) -> int:
     return sum(map(gather, cut.graphs)) if cut.context.config.gathered else 0
 
@@ -448,6 +453,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),
     Step("casts", _casts, changes=True),
+    Step("kernels", _kernels, changes=True),
 )
 """On the forward and the backward that min-cut made."""
 

@@ -24,7 +24,7 @@ from hot_compile.passes.base.operators import (
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.runtime import casts
 
-_CAST = torch.ops.prims.convert_element_type.default
+CAST = torch.ops.prims.convert_element_type.default
 _LIBRARIES = MATRIX_PRODUCTS.keys() | BATCHED_PRODUCTS | CONVOLUTIONS
 GROUP_BYTES = 2**25
 """Most bytes of a group: what is cast before its turn takes memory until it comes."""
@@ -73,7 +73,7 @@ def _counts(node: fx.Node) -> bool:
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Two or more casts each, alike in device and both dtypes, in the order of the graph."""
     open_: dict[object, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=_CAST):
+    for node in graph.find_nodes(op="call_function", target=CAST):
         if not _of_an_input(node) or not _read_from_memory(node):
             continue
         source = value_of(node.args[0])
@@ -108,11 +108,11 @@ def _of_an_input(node: fx.Node) -> bool:
         and value.dim() > 0
         and value.is_contiguous()
         and all(isinstance(size, int) for size in value.shape)
-        and _lies_as_any(value)
+        and lies_as_any(value)
     )
 
 
-def _lies_as_any(value: torch.Tensor) -> bool:
+def lies_as_any(value: torch.Tensor) -> bool:
     """Channels last or not, it lies in the same order: any other kernel of a convolution is laid
     out anew where it is cast, which in one launch with others was not tried."""
     _, *inner = value.shape

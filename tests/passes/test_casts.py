@@ -41,7 +41,7 @@ def test_casts_of_inputs_are_one_call():
     graph = layers()
     assert casts.cast_together(graph) == 6
     assert grouped(graph) == [6]
-    assert not graph.find_nodes(op="call_function", target=casts._CAST)
+    assert not graph.find_nodes(op="call_function", target=casts.CAST)
     graph.lint()
 
 
