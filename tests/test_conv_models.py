@@ -3,12 +3,16 @@ with a reason, and gradients are close to exact.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 from samples_models import WithLoss, digit_batch, warm
 from torch import nn
 
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
+from hot_compile.memory import held_bytes
 from hot_compile.testing import cosine, hot_step
 
 timm = pytest.importorskip("timm")
@@ -102,3 +106,17 @@ def test_of_one_integer_product_the_other_gradient_is_exact(layer, strategy, exa
     got = {"input": x.grad, "weight": layer.weight.grad}
     torch.testing.assert_close(got[exact], want[exact], rtol=1e-4, atol=1e-4)
     assert min(cosine(got[name], want[name]) for name in want) > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lcnet_050", "cpubone_nano", "efficientvit_b0"])
+def test_light_models_hold_less_than_two_fifths(name):
+    """Depthwise convolutions and Hardswishes: rules once kept nearly all of it exact."""
+    model, x, held = timm.create_model(name, num_classes=10), torch.randn(16, 3, 96, 96), []
+    for exact in ({"recipe": "exact"}, {}):
+        torch._dynamo.reset()
+        options = {"accept": "off", **exact}
+        backend = functools.partial(hot, options=options, inner_compile=run_uncompiled)
+        loss = torch.compile(model, backend=backend)(x).square().mean()
+        held.append(held_bytes(loss, model, x))
+    assert held[1] < 0.4 * held[0]
