@@ -12,10 +12,7 @@ _TAIL_SIZES = "tail_size", "inner_tail_size", "outer_tail_size"
 
 @taught
 def spare_work() -> None:
-    """Have Inductor leave out what it does in vain, or again and again (torch 2.11 to 2.14).
-
-    A quarter of the time that a deep model's kernels took to be written, on a CPU.
-    """
+    """Have Inductor leave out what it does in vain, or again and again (torch 2.11 to 2.14)."""
     _write_dtype_rules_once()
     _skip_empty_tails()
     _keep_equal_bounds()
