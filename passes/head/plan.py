@@ -133,7 +133,7 @@ def _saved(found: Head) -> int | None:
     """
     (rows, outputs), inputs = map(hint, found.value.shape), shape_of(found.product.args[-2])[1]
     itemsize = found.value.dtype.itemsize
-    weight = strip(found.product.args[-1], VIEWS)
+    weight = strip(found.product.args[-1], VIEWS)  # type: ignore[arg-type]
     if itemsize != 2 or weight.target in CASTS or not _adds_up(found):
         return None
     total = outputs * hint(inputs) * itemsize
