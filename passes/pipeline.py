@@ -22,7 +22,7 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.base.steps import Step
 from hot_compile.passes.context import Context
-from hot_compile.passes.exact.casts import cast_together, count_together
+from hot_compile.passes.exact.casts import cast_groups, cast_together, count_groups, count_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.exact.kernels import keep_themselves
@@ -66,10 +66,11 @@ from hot_compile.passes.storage.layout import mark_channels_last
 from hot_compile.passes.storage.pieces import materialise, work_out_in_pieces
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.prices import (
+    LAUNCH,
     StoragePrice,
     rows_seconds,
 )
-from hot_compile.passes.storage.step_time import SLACK, StepTime, step_time
+from hot_compile.passes.storage.step_time import StepTime, step_time
 from hot_compile.passes.storage.store import store
 
 log = logging.getLogger("hot_compile")
@@ -106,7 +107,10 @@ def _duration(joint: Joint) -> int:
     context, config = joint.context, joint.context.config
     if config.memory is Memory.AUTO and not config.has_budget:
         predicted = step_time(joint.graph, context.rates, context.captured)
-        joint.step = context.timed or predicted
+        joint.step = predicted
+        if context.timed is not None:
+            priced = predicted.priced if predicted else 0.0
+            joint.step = dataclasses.replace(context.timed, priced=priced)
     return 0
 
 
@@ -293,7 +297,8 @@ def _plan_storage(cut: Partitioned) -> int:
             every = plan_storage(cut.found, config, price, won, measured, cut.asked)
             cut.chosen = every
             if cut.step is not None:
-                cut.chosen = worth_it(every, price, won + SLACK * cut.step.seconds)
+                saved = _launches_saved(cut) if by_launch else 0.0
+                cut.chosen = worth_it(every, price, won + cut.step.slack + saved)
             cut.too_dear = every.keys() - cut.chosen.keys()
         else:
             _within(cut, cut.fit, price, measured)
@@ -309,6 +314,18 @@ def _plan_storage(cut: Partitioned) -> int:
             way = away(c, cut.chosen.get(c, Scheme.EXACT))
             cut.seconds[c] = (cut.seconds.get(c) or 0.0) + (way or 0.0)
     return len(cut.seconds)
+
+
+def _launches_saved(cut: Partitioned) -> float:
+    """Seconds of the host that ``casts`` is going to save the forward."""
+    if not cut.context.config.exact_forms:
+        return 0.0
+    groups = *cast_groups(cut.forward.graph), *count_groups(cut.forward.graph)
+    first = cut.context.rates_of(group[0] for group in groups)
+    known = (rates.launch if rates else 0.0 for rates in first.values())
+    return sum(
+        (len(group) - 1) * LAUNCH * launch for group, launch in zip(groups, known, strict=True)
+    )
 
 
 def _within(

@@ -29,7 +29,10 @@ def test_a_step_is_its_products_and_what_they_move():
     assert step.device == pytest.approx(expected)
     assert step.host == pytest.approx(1.5 * rates.launch)  # the product's; nobody reads the other
     assert step.waits_for_host
-    assert step.seconds == step.host
+    assert step.slack == SLACK * step.host
+    slow = dataclasses.replace(step, host=9.0, waits=True)
+    assert slow.slack == step.slack, "a slow host has no more launches to give"
+    assert StepTime(1.0, 9.0, False, priced=2.0).slack == SLACK
     assert step_time(graph, lambda _: rates, captured=True) == StepTime(step.device, 0.0)
     assert step_time(graph, lambda _: None) is None
     assert step_time(graph, lambda _: RATES["cpu"]) is None

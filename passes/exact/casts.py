@@ -33,7 +33,7 @@ GROUP_BYTES = 2**25
 def cast_together(graph: fx.Graph) -> int:
     """Group the casts of ``graph``'s inputs in place; returns how many are in groups."""
     count = 0
-    for group in list(_groups(graph)):
+    for group in list(cast_groups(graph)):
         casts.lowered()
         emit = Emitter(graph, group[0], group[0])
         sources = [node.args[0] for node in group]
@@ -47,11 +47,7 @@ def cast_together(graph: fx.Graph) -> int:
 
 def count_together(graph: fx.Graph) -> int:
     """The same of numbers that a step adds one to, each a tensor of its own: how many there are."""
-    adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    groups: dict[torch.device, list[fx.Node]] = {}
-    for node in filter(_counts, adds):
-        groups.setdefault(value_of(node).device, []).append(node)
-    found = [group for group in groups.values() if len(group) > 1]
+    found = count_groups(graph)
     for group in found:
         emit = Emitter(graph, group[0], group[0])
         made = emit(aten._foreach_add.Scalar, [node.args[0] for node in group], 1)
@@ -59,6 +55,15 @@ def count_together(graph: fx.Graph) -> int:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
     return sum(map(len, found))
+
+
+def count_groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Two or more such additions each, on one device."""
+    adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    groups: dict[torch.device, list[fx.Node]] = {}
+    for node in filter(_counts, adds):
+        groups.setdefault(value_of(node).device, []).append(node)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _counts(node: fx.Node) -> bool:
@@ -70,7 +75,7 @@ def _counts(node: fx.Node) -> bool:
     return whole and value.device.type == "cuda"
 
 
-def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def cast_groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Two or more casts each, alike in device and both dtypes, in the order of the graph."""
     open_: dict[object, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=CAST):

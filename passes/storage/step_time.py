@@ -42,6 +42,8 @@ class StepTime:
     host: float
     waits: bool | None = None
     """The device was seen to wait for its host, or not to; None: both times are predicted."""
+    priced: float = dataclasses.field(default=0.0, compare=False)
+    """What its launches take by the price of one: on a slow host each takes longer."""
 
     @property
     def waits_for_host(self) -> bool:
@@ -49,9 +51,9 @@ class StepTime:
         return self.host > _LONGER * self.device if self.waits is None else self.waits
 
     @property
-    def seconds(self) -> float:
-        """Of whichever is waited for."""
-        return self.host if self.waits_for_host else self.device
+    def slack(self) -> float:
+        """Seconds that storing may take, by the same prices: ``SLACK`` of what is waited for."""
+        return SLACK * ((self.priced or self.host) if self.waits_for_host else self.device)
 
     def __str__(self) -> str:
         how = "predicted" if self.waits is None else "measured"
@@ -85,7 +87,8 @@ def step_time(
         if speed:
             total += _operations(count, args, kwargs, result) / speed
     calls = 0 if captured else sum(map(_is_kernel, graph.nodes))
-    return StepTime(total, calls * LAUNCH * launch) if total else None
+    host = calls * LAUNCH * launch
+    return StepTime(total, host, priced=host) if total else None
 
 
 def _is_kernel(node: fx.Node) -> bool:

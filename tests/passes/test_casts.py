@@ -119,6 +119,7 @@ def test_counts_of_steps_are_one_call(device):
     emit = Emitter(graph, end, counts[0])
     for count in counts:
         emit(aten.copy_.default, count, emit(aten.add.Tensor, count, 1))
+    assert [len(group) for group in casts.count_groups(graph)] == [3] * (device == "cuda")
     assert casts.count_together(graph) == (3 if device == "cuda" else 0)
     graph.lint()
     adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
