@@ -28,7 +28,11 @@ _LITTLE = 2**26
 _FREE = 0.9
 """Share of a device's free memory that may be used with ``accept="free"``."""
 
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+aten = torch.ops.aten
+
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+_SMALL = (aten.embedding, aten.index, aten.sum, aten.mean, aten.nll_loss_forward, aten._unsafe_view)
+"""They make less than they read, of weights perhaps."""
 
 Values = Mapping[fx.Node, Any]
 
@@ -74,16 +78,25 @@ class Room:
         return bool(self._limits)
 
     def before(self, operator: Any, *operands: Any) -> None:
-        """Raises _Full if what an operator of ATen makes does not fit: as much as it reads, or a
-        product's."""
+        """Raises _Full if what an operator of ATen makes does not fit: a product, a cast, or as
+        much as it reads."""
         if not self._limits or operator.is_view or operator._schema.is_mutable:
             return
-        tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
-        read = sum(x.numel() * x.itemsize for x in tensors)
-        if operator.overloadpacket in _PRODUCTS and len(tensors) > 1:
-            *_, a, b = tensors
-            read = max(read, a.numel() // max(1, a.shape[-1]) * b.shape[-1] * a.itemsize)
-        self.ask(read)
+        kind, tensors = operator.overloadpacket, _tensors(operands)
+        if kind in _SMALL or not tensors:
+            return
+        made = sum(x.numel() * x.itemsize for x in tensors)
+        if kind in _PRODUCTS:
+            a, b = tensors[-2:]
+            made = a.numel() // max(1, a.shape[-1]) * b.shape[-1] * a.itemsize
+        elif kind is aten._to_copy:
+            dtype = operands[1].get("dtype") or tensors[0].dtype
+            made = tensors[0].numel() * dtype.itemsize
+        self.ask(made)
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(nest) if isinstance(x, Tensor)]
 
 
 class _Asking(TorchDispatchMode):
