@@ -34,6 +34,10 @@ NAMES = {
     "convnext-t-128": "ConvNeXt-T, batch 128",
     "swin-t-128": "Swin-T, batch 128",
     "bert": "BERT, masked words, 32 × 512",
+    "efficientnet-b0-128": "EfficientNet-B0, batch 128",
+    "whisper": "Whisper tiny, batch 16",
+    "convnext-b-48": "ConvNeXt-B, batch 48",
+    "swin-b-48": "Swin-B, batch 48",
 }
 
 
