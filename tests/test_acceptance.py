@@ -394,6 +394,18 @@ def test_an_8_bit_forward_that_changes_the_loss_is_given_up():
     assert any(w.startswith("runs with an exact forward: outputs off by") for w in why)
 
 
+def test_a_sparse_gradient_is_no_reason_to_stop():
+    torch.manual_seed(0)
+    table, layer = nn.Embedding(1000, 64, sparse=True), nn.Linear(64, 64)
+    step, ids = compiled(lambda i: layer(table(i)).square().mean()), torch.randint(1000, (512,))
+    for _ in range(2):
+        step(ids).backward()
+    assert table.weight.grad.is_sparse
+    found = hot_compile.certificate(step)
+    assert not found.unseen
+    assert found.looks[0].errors.worst < 0.1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_looks_do_not_raise_a_gpus_peak(dtype):

@@ -353,8 +353,8 @@ class Walk:
 
 
 def _keep(found: dict[str, Tensor], name: str, leaf: Tensor) -> None:
-    """A gradient is there: keep its sketch alone."""
-    if leaf.grad is not None:
+    """A gradient is there: keep its sketch alone. Sparse ones, of embeddings, are exact anyway."""
+    if leaf.grad is not None and not leaf.grad.is_sparse:
         found[name] = sketch(leaf.grad)
     leaf.grad = None
 
