@@ -119,6 +119,7 @@ def train(found, monkeypatch, steps):
     )
     x = torch.randn(8192, 256)
     for _ in range(steps):
+        model.zero_grad()
         step(x).square().mean().backward()
     return step, reports.graphs
 
