@@ -93,7 +93,9 @@ def looks(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_is_looked_at_without_its_logits(looks, dtype, tied):
     """Whole they alone take more than there is; the head's gradient is exact all the same."""
