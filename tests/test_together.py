@@ -109,7 +109,8 @@ def agree(rank, folder, cases):
         torch.distributed.all_gather_object(both, trained(case[0], rank, *case[1:]))
         one, other = both
         assert one, case
-        assert [way for _, way in one] == [way for _, way in other], (case, both)
+        # who fails twice in a row says where that ends, who follows perhaps what lay between, too
+        assert one[-1][1] == other[-1][1], (case, both)
         assert max(step for step, _ in one + other) <= 1, (case, both)
     torch.distributed.destroy_process_group()
 
