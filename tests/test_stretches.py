@@ -233,6 +233,7 @@ def test_numbers_are_those_of_inductors_code(dtype):
     assert (grads[0] - grads[1]).norm() < allowed * grads[1].norm()
 
 
+@pytest.mark.slow
 def test_dropout_is_looked_at_with_nothing_compiled(looks, monkeypatch):
     """Whole and in stretches, which draw again what they drew."""
     monkeypatch.setattr(Twin, "_compiled", lambda *_: pytest.fail("a twin is compiled"))
