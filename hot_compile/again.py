@@ -81,14 +81,11 @@ class Again:
 
         ``samples``: by place, what :func:`sampled` makes of outputs.
         """
-        places, tiny = (
-            sorted(self._samples.keys() & samples.keys()),
-            torch.finfo(torch.float32).tiny,
-        )
+        places = sorted(self._samples.keys() & samples.keys())
         if not places:
             return torch.zeros(())
         want, got = (torch.cat([s[i] for i in places]) for s in (self._samples, samples))
-        return (got - want).norm() / want.norm().clamp_min(tiny)
+        return (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class RandomState:

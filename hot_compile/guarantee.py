@@ -185,7 +185,8 @@ class Guaranteed:
     def _follows(self) -> None:
         """Another process may have failed since this one was through with that."""
         if self._asks and not self._once:
-            self._asks -= self.settled
+            # forwards without gradients never settle
+            self._asks -= self.settled or not torch.is_grad_enabled()
             self._moves("a first step", self._job.left(self._at))
             self._tell()
 

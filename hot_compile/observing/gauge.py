@@ -41,7 +41,7 @@ log = logging.getLogger("hot_compile")
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
 _FORWARDS = 8
 """Most forwards of a look: a step may call a graph several times."""
-_FORWARD = 0.2
+_OUTPUTS = 0.2
 """Relative error that outputs may have by an INT8 forward."""
 _AHEAD = 64
 """For so many forwards it is trusted that none is due: a monitor may be told otherwise."""
@@ -174,7 +174,7 @@ class Gauge(Observer):
     @property
     def same(self) -> float:
         """As of an observer; an INT8 forward may be as far off as a gradient."""
-        return SAME if self.config.forward == "exact" else _FORWARD
+        return SAME if self.config.forward == "exact" else _OUTPUTS
 
     def differs(self, worst: float) -> None:
         """As of an observer; an INT8 forward is to blame, if there is one."""

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hot_compile.again import Again, RandomState, cuda_devices, differentiable, fresh, sampled
 from hot_compile.observing.draws import Draws, Mark
 from hot_compile.observing.stretches import Head, Sizes, given, last_reads, needed
+from hot_compile.passes.base.operators import BATCHED_PRODUCTS, MATRIX_PRODUCTS
 from hot_compile.passes.measure.sketch import sketch
 
 _LITTLE = 2**26
@@ -30,7 +31,7 @@ _FREE = 0.9
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+_PRODUCTS = {op.overloadpacket for op in (*MATRIX_PRODUCTS, *BATCHED_PRODUCTS)}
 _SMALL = (aten.embedding, aten.index, aten.sum, aten.mean, aten.nll_loss_forward, aten._unsafe_view)
 """They make less than they read, of weights perhaps."""
 
