@@ -2,6 +2,10 @@
 
     python benchmarks/against_stock.py --device cuda --json out.json
     python benchmarks/against_stock.py --device cpu --rows vit-tiny,gpt2-tiny,sd3-tiny --dtype fp32
+    python benchmarks/against_stock.py --rows 8192x128256x4096,16384x50257x768 \\
+        --configs exact,hot,hot:head=int8:accept=off,liger,cce   # heads alone, others' losses
+    python benchmarks/against_stock.py --rows mlps \\
+        --configs exact,hot:min_gain=0,hot:min_gain=0:accept=off   # what small layers take the host
 
 One process a row, its configurations interleaved; ``--jobs`` rows compile at once, but are timed
 one by one. ``ms`` is the best round, steps running one behind the other; ``host ms`` is how long
@@ -15,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import subprocess
 import sys
 import time
@@ -31,7 +36,7 @@ from models import Size, Workload, build
 from report import StepRow, document, show, write_json
 from step import compile_for, compiler_settings, synchronize
 from tables import steps
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,9 +102,12 @@ CASES = {
     "video-tiny": Case("video", Size(1, depth=1, width=384, image=16)),
     "vit-tiny": Case("vit_tiny_patch16_224", Size(8)),
     "gpt2-tiny": Case("gpt2", Size(1, depth=2, tokens=256)),
+    "gpt2-tiny-loss": Case("gpt2", Size(1, depth=1, tokens=256), loss_only=True),
+    "mlps": Case("mlps", Size(64, depth=12)),
 }
-"""Rows of the table, by name. The tiny ones are for a CPU; of diffusion only by name."""
-_BESIDE = {"tiny", *diffusion.MODELS}
+"""Rows of the table, by name, beside heads alone ("LxOxI"). The tiny ones are for a CPU; of
+diffusion, and small residual MLPs, only by name."""
+_BESIDE = {"tiny", "mlps", *diffusion.MODELS}
 ON_A_GPU = ",".join(name for name in CASES if _BESIDE.isdisjoint(name.split("-")))
 
 
@@ -115,13 +123,24 @@ class Row(StepRow):
     makes each longer)."""
 
 
+def case_of(name: str) -> Case:
+    """Raises typer.BadParameter if there is none of this name."""
+    if name not in CASES and not re.fullmatch(r"\d+x\d+x\d+", name):
+        raise typer.BadParameter(f"got {name}; known are LxOxI, {', '.join(CASES)}")
+    return CASES.get(name) or Case(name, Size(1))
+
+
 def workload(case: Case) -> Workload:
     """Random weights and inputs; Hugging Face's models return loss and logits, unchanged."""
     size = case.size
     if case.model in diffusion.MODELS:
         return diffusion.build(case.model, size, case.lora)
-    if case.model in head.SIZES:
-        model = head.build(case.model, size.depth, None)
+    if case.model[0].isdigit():
+        rows, outputs, inputs = map(int, case.model.split("x"))
+        labels = torch.randint(outputs, (rows,))
+        return Workload(head.Alone(rows, outputs, inputs), (labels,), _as_it_is)
+    if case.model in head.MODELS:
+        model = head.build(case.model, size.depth)
     elif case.model == "bert":
         import transformers
 
@@ -158,10 +177,17 @@ class Stepper:
 
     def __init__(self, row: Row, work: Workload, device: torch.device, bf16: bool, adamw: bool):
         self.row, self.device, self.bf16 = row, device, bf16
-        self.model: nn.Module = copy.deepcopy(work.model).to(device)
+        self.model: Any = copy.deepcopy(work.model).to(device)
+        if bf16 and isinstance(self.model, head.Alone):
+            self.model.to(torch.bfloat16)
+        other = row.config in head.FUNCTIONS
+        if other and not isinstance(self.model, (head.Alone, head.LossOnly)):
+            raise ValueError(f"{row.config} makes the loss of a model that returns nothing else")
         self.inputs = tuple(t.to(device) for t in work.inputs)
         self.loss_of = work.loss
-        self.forward = compile_for(row.config, self.model)
+        if other:
+            self.model.config = row.config
+        self.forward = compile_for("exact" if other else row.config, self.model)
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True) if adamw else None
 
@@ -227,10 +253,11 @@ def measure(
     """Compiles every configuration before it yields the first time; then measures and yields."""
     torch.manual_seed(0)
     trace_past_warnings()
-    work, adamw = workload(CASES[name]), CASES[name].adamw
+    case = case_of(name)
+    work = workload(case)
     with compiler_settings(dtype):
         rows = [Row(name, config) for config in configs]
-        steppers = [Stepper(row, work, device, dtype == "bf16", adamw) for row in rows]
+        steppers = [Stepper(row, work, device, dtype == "bf16", case.adamw) for row in rows]
         for stepper in steppers:
             stepper.compile()
             row = stepper.row
@@ -320,8 +347,8 @@ def main(
     if child:
         _child(child, configs, device, dtype, rounds)
         return []
-    if unknown := [name for name in rows.split(",") if name not in CASES]:
-        raise typer.BadParameter(f"got {', '.join(unknown)}; known are {', '.join(CASES)}")
+    for name in rows.split(","):
+        case_of(name)
     arguments = ["--device", device, "--dtype", dtype, "--configs", configs]
     measured: list[Row] = []
     where = torch.device(device)

@@ -52,9 +52,26 @@ LLAMAS: dict[str, dict[str, int]] = {
 """What tells them from 12 layers of 2048."""
 
 
+class Block(nn.Module):
+    """A residual MLP of few numbers."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.body = nn.Sequential(nn.LayerNorm(width), up, nn.GELU(), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width] to the same."""
+        return x + self.body(x)
+
+
 def build(name: str, size: Size) -> Workload:
-    """``llama12x2048``, ``llama8b`` (a few of its layers) or any timm model
+    """``mlps``, ``llama12x2048``, ``llama8b`` (a few of its layers) or any timm model
     (``vit_base_patch16_224``, ``resnet50``, ...)."""
+    if name == "mlps":
+        blocks = nn.Sequential(*(Block() for _ in range(size.depth or 12)))
+        x = torch.randn(size.batch, 64)
+        return Workload(blocks, (x,), lambda forward, x: forward(x).square().mean())
     return _llama(size, LLAMAS[name]) if name in LLAMAS else _timm(name, size)
 
 

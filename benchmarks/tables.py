@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Iterable
-from itertools import groupby
 from typing import Any
 
 from fidelity_cells import papers, scores
@@ -38,6 +37,14 @@ NAMES = {
     "whisper": "Whisper tiny, batch 16",
     "convnext-b-48": "ConvNeXt-B, batch 48",
     "swin-b-48": "Swin-B, batch 48",
+    "llama-fsdp2": "Llama 6 × 2048, FSDP2 by block, 4 × 2048 tokens",
+    "llama-fsdp2-checkpointed": "the same, checkpointed",
+    "llama8b-fsdp2": "Llama-8B's dimensions, 4 layers, 2 × 2048, FSDP2",
+    "llama8b-fsdp2-checkpointed": "the same, checkpointed",
+    "llama-titan": "Llama 6 × 2048, `model.compile` a block, as torchtitan",
+    "llama-tp": "Llama 6 × 2048, tensor parallelism of two",
+    "llama-fsdp2-tp": "the same mesh's other way: FSDP2 of two, one part",
+    "vit-b-ddp": "ViT-B/16, DDP, 96 a GPU",
 }
 
 
@@ -69,27 +76,43 @@ def by_case(documents: Iterable[Document]) -> dict[str, list[Raw]]:
 
 
 def steps(documents: list[Document]) -> Lines:
-    """``against_stock.py``: each figure, and time and peak against the case's first."""
-    head = ("model", "", "ms", "speed", "host ms", "launches", "peak MiB", "of stock's")
-    made = [(*head, "compile s")]
+    """Whole steps, also several processes': each figure, time and peak against the case's first.
+
+    A case's first configuration that comes again, with other weights and data, is no row: it says
+    how far losses differ anyway. Columns of which nothing was measured are left out.
+    """
+    made: list[Raw] = []
     for case, rows in by_case(documents).items():
         stock = rows[0]
-        for row in rows:
-            first = row is stock
-            made.append(
-                (
-                    NAMES.get(case, case) if first else "",
-                    row["config"] if first else f"**{row['config']}**",
-                    f"{row['best_ms']:.1f}",
-                    "" if first else times(stock["best_ms"] / row["best_ms"]),
-                    f"{row['host_ms']:.1f}",
-                    str(row["launches"]),
-                    f"{row['peak_bytes'] / MIB:.0f}",
-                    "" if first else f"{row['peak_bytes'] / stock['peak_bytes']:.2f}",
-                    f"{row['compile_s']:.0f}",
-                )
-            )
-    return made
+        again = [row for row in rows[1:] if row["config"] == stock["config"]]
+        made += [_step(row, stock, again, case) for row in rows if row not in again]
+    head = tuple(name for name in made[0] if any(row[name] for row in made))
+    return [head, *(tuple(row[name] for name in head) for row in made)]
+
+
+def _step(row: Raw, stock: Raw, again: list[Raw], case: str) -> dict[str, str]:
+    """By column."""
+    first, host = row is stock, row.get("host_ms", float("inf"))
+    return {
+        "model": NAMES.get(case, case) if first else "",
+        "": row["config"] if first else f"**{row['config']}**",
+        "ms": f"{row['best_ms']:.1f}",
+        "speed": "" if first else times(stock["best_ms"] / row["best_ms"]),
+        "host ms": f"{host:.1f}" if host < float("inf") else "",
+        "launches": str(row.get("launches") or ""),
+        "peak MiB": f"{row['peak_bytes'] / MIB:.0f}",
+        "of stock's": "" if first else f"{row['peak_bytes'] / stock['peak_bytes']:.2f}",
+        "kept MiB": f"{row['kept_bytes'] / MIB:.0f}" if "kept_bytes" in row else "",
+        "losses off, %": "" if first else " beside ".join(_off(r, stock) for r in (row, *again)),
+        "compile s": f"{row['compile_s']:.0f}" if row.get("compile_s") and not again else "",
+    }
+
+
+def _off(row: Raw, stock: Raw) -> str:
+    """The most that a loss of the first steps is off by, of the first one."""
+    pairs = zip(row.get("losses", ()), stock.get("losses", ()), strict=True)
+    most = max((abs(mine - its) for mine, its in pairs), default=0.0)
+    return f"{100 * most / stock['losses'][0]:.2f}" if most else ""
 
 
 def at_peak(rows: list[Raw], peak: int) -> float | None:
@@ -155,23 +178,6 @@ def _medians(timed: Raw) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in rounds} or timed["ms"]
 
 
-def heads(documents: list[Document]) -> Lines:
-    """``head.py``: times and peaks, each also against stock's."""
-    made: Lines = [("model", "returns", "", "ms", "speed", "MiB peak", "of stock's")]
-    rows = [row for document in documents for row in document["rows"]]
-    for (model, gives), group in groupby(rows, key=lambda row: (row["model"], row["gives"])):
-        stock, *others = group
-        made.append((model, gives, stock["config"], *_head(stock, stock)))
-        made += [("", "", f"**{row['config']}**", *_head(row, stock)) for row in others]
-    return made
-
-
-def _head(row: Raw, stock: Raw) -> tuple[str, ...]:
-    speed, size = stock["best_ms"] / row["best_ms"], row["peak_bytes"] / stock["peak_bytes"]
-    against = ("", "") if row is stock else (times(speed), f"{size:.2f}")
-    return f"{row['best_ms']:.1f}", against[0], f"{row['peak_bytes'] / MIB:.0f}", against[1]
-
-
 def cold_compilation(documents: list[Document]) -> Lines:
     """``cold_compile.py``: seconds of a first step, beside stock's; then its parts."""
     parts = documents[0]["rows"][0]["parts_s"]
@@ -189,6 +195,5 @@ def cold_compilation(documents: list[Document]) -> Lines:
 
 
 TABLES: dict[str, Callable[[list[Document]], Lines]] = {
-    table.__name__: table
-    for table in (steps, budgets, layers, heads, cold_compilation, papers, scores)
+    table.__name__: table for table in (steps, budgets, layers, cold_compilation, papers, scores)
 }

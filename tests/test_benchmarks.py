@@ -81,13 +81,6 @@ def test_against_stock(program, tmp_path):
     assert len(json.loads(file.read_text())["rows"]) == 2
 
 
-def test_host(program, capsys):
-    configs = "exact,hot:min_gain=0"
-    found = program("host").main(device="cpu", depth=1, configs=configs, rounds=1)
-    assert list(found) == configs.split(",")
-    assert "exact: " in capsys.readouterr().out
-
-
 def test_layers(program, tmp_path, monkeypatch):
     layers, file = program("layers"), tmp_path / "layers.json"
     monkeypatch.setitem(layers.SHAPES, "small", [("small", 20, 48, 32)])
@@ -108,36 +101,25 @@ def test_layers_as_captured_graphs(program):
     assert all(min(times[name]) > 0 for name in layers.METHODS)
 
 
-def test_head(program, tmp_path):
-    file = tmp_path / "head.json"
-    rows = program("head").main(
-        models="gpt2",
-        device="cpu",
-        dtype="fp32",
-        configs="exact,hot",
-        gives="returned,loss",
-        batch=1,
-        tokens=256,
-        depth=1,
-        vocabulary=40009,
-        rounds=1,
-        json_file=file,
+@pytest.mark.parametrize("row", ["gpt2-tiny-loss", "300x40009x64", "mlps"])
+def test_heads_and_small_layers_against_stock(program, row):
+    benchmark, (exact, *others) = (
+        program("against_stock"),
+        ("exact", "hot", "hot:head=int8:min_gain=0"),
     )
-    assert len(json.loads(file.read_text())["rows"]) == len(rows) == 4
-    for exact, hot in (rows[:2], rows[2:]):
-        assert hot.loss == pytest.approx(exact.loss, rel=1e-5)
-        assert hot.peak_bytes < exact.peak_bytes
+    device = torch.device("cpu")
+    *_, (stock, *rows) = benchmark.measure(row, [exact, *others], device, "fp32", 1)
+    for ours in rows:
+        assert ours.loss == pytest.approx(stock.loss, rel=1e-5)
+        assert row == "mlps" or ours.peak_bytes < stock.peak_bytes
 
 
-def test_a_head_alone(program):
-    configs = "exact,hot,hot:head=int8:min_gain=0,liger,cce"  # the last two where there is a GPU
-    rows = program("head").main(
-        models="300x40009x64", device="cpu", dtype="fp32", configs=configs, rounds=1
-    )
-    assert [row.config for row in rows] == configs.split(",")[:3]
-    for row in rows[1:]:
-        assert row.loss == pytest.approx(rows[0].loss, rel=1e-5)
-        assert row.peak_bytes < rows[0].peak_bytes
+def test_others_losses_are_of_models_that_return_theirs_only(program):
+    benchmark = program("against_stock")
+    with pytest.raises(ValueError, match="returns nothing else"):
+        next(benchmark.measure("mlps", ["liger"], torch.device("cpu"), "fp32", 1))
+    with pytest.raises(Exception, match="known are LxOxI"):
+        benchmark.case_of("8x8")
 
 
 def test_a_gradient_whose_terms_cancel_is_not_firm(program):
