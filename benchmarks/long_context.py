@@ -8,7 +8,7 @@ dimensions cut to four layers on a GPU, a tiny one on a CPU. ``stock``: compiled
 Inductor; ``stock offload``: the same under torch's ``save_on_cpu``; ``hot``: by hot;
 ``hot blocks``: each block by itself, and ``hot_compile.compress_boundaries``; ``hot blocks host``:
 these in host memory. ``peak`` is above weights; ``kept`` is what stands between forward and
-backward, on a GPU. What does not fit is a row that says so.
+backward, on a GPU. What does not fit is no row of the table, and has its error in the JSON.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import peft
+import tables
 import torch
 import transformers
 import typer
-from report import document, publish
+from report import StepRow, document, publish
 from step import synchronize
 from torch import Tensor, nn
 
@@ -44,16 +45,10 @@ SMALL = {
 
 
 @dataclass
-class Row:
+class Row(StepRow):
     """One arm at one length."""
 
-    tokens: int
-    arm: str
-    best_ms: float = float("inf")
-    peak_bytes: int = 0
     kept_bytes: int = 0
-    compile_s: float = 0.0
-    loss: float = 0.0
     error: str = ""
 
 
@@ -93,7 +88,7 @@ def prepare(model: nn.Module, arm: str, bits: int) -> Callable[[Tensor], Tensor]
 
 def measure(row: Row, model: nn.Module, ids: Tensor, bits: int, steps: int) -> None:
     """Fill ``row``: the first step compiles, the second is watched, the rest are timed."""
-    forward = prepare(model, row.arm, bits)
+    forward = prepare(model, row.config, bits)
     begun = time.perf_counter()
     forward(ids).backward()
     synchronize(ids.device)
@@ -122,7 +117,7 @@ def rows_of(
     arms: list[str], tokens: int, device: torch.device, bits: int, steps: int, **sizes: Any
 ) -> list[Row]:
     """One model after the other: several would not fit."""
-    rows = [Row(tokens, arm) for arm in arms]
+    rows = [Row(f"{tokens} tokens", arm) for arm in arms]
     for row in rows:
         torch.manual_seed(0)
         model = build(device=device, **sizes)
@@ -137,22 +132,6 @@ def rows_of(
             torch.cuda.empty_cache()
         print(row, flush=True)
     return rows
-
-
-def table(documents: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Peak, what is kept and time, beside stock's."""
-    lines = [("tokens", "arm", "ms", "GiB peak", "GiB kept", "peak / stock", "time / stock")]
-    rows = [row for said in documents for row in said["rows"]]
-    stock = {row["tokens"]: row for row in rows if row["arm"] == "stock" and not row["error"]}
-    for row in rows:
-        first, name = stock.get(row["tokens"]), (f"{row['tokens']}", row["arm"])
-        if row["error"]:
-            lines.append((*name, row["error"], "", "", "", ""))
-            continue
-        shares = [f"{row[k] / first[k]:.2f}" if first else "" for k in ("peak_bytes", "best_ms")]
-        sizes = (f"{row[k] / 2**30:.3f}" for k in ("peak_bytes", "kept_bytes"))
-        lines.append((*name, f"{row['best_ms']:.1f}", *sizes, *shares))
-    return lines
 
 
 def main(
@@ -176,7 +155,7 @@ def main(
     }
     rows = rows_of(arms.split(","), tokens, where, bits, steps, **sizes)
     said = document(where, {**sizes, "tokens": tokens, "bits": bits, "steps": steps}, rows)
-    publish(table, said, "one sequence, checkpointed, LoRA", json_file)
+    publish(tables.steps, said, "one sequence, checkpointed, LoRA", json_file)
     return rows
 
 

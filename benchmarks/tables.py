@@ -82,11 +82,12 @@ def steps(documents: list[Document]) -> Lines:
     how far losses differ anyway. Columns of which nothing was measured are left out.
     """
     made: list[Raw] = []
-    for case, rows in by_case(documents).items():
-        stock = rows[0]
+    for case, everything in by_case(documents).items():
+        rows = [row for row in everything if not row.get("error")]
+        stock = rows[0] if rows else {}
         again = [row for row in rows[1:] if row["config"] == stock["config"]]
         made += [_step(row, stock, again, case) for row in rows if row not in again]
-    head = tuple(name for name in made[0] if any(row[name] for row in made))
+    head = tuple(name for name in (made or [{}])[0] if any(row[name] for row in made))
     return [head, *(tuple(row[name] for name in head) for row in made)]
 
 

@@ -95,24 +95,6 @@ class MemoryReport:
         """
         save_page(path, self.graphs, self.measured, profile, stock=self.stock, note=self.note)
 
-    def save_png(self, path: str | Path) -> None:
-        """Bar chart of held bytes and peak by configuration.
-
-        Raises:
-            ImportError: matplotlib is missing (``pip install matplotlib``).
-        """
-        from matplotlib.figure import Figure  # wanted for this method only
-
-        figure = Figure(figsize=(7, 3.2), layout="constrained")
-        axes = figure.subplots(1, 2)
-        for axis, field in zip(axes, ("held", "peak"), strict=True):
-            sizes = [getattr(m, field) / 2**20 for m in self.measured.values()]
-            bars = axis.bar(list(self.measured), sizes, color=["#999999", "#777777", "#2a7f62"])
-            axis.bar_label(bars, fmt="%.0f")
-            axis.set_title(f"{field}, MiB")
-            axis.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=150)
-
     def tables(self) -> list[Table]:
         """Crossing tensors; heads, if there are any; configurations."""
         heads = [head_table(self.heads)] if self.heads else []
@@ -180,7 +162,7 @@ def memory_report(
             compiled model has of its own.
 
     Returns:
-        A :class:`MemoryReport`: ``to_json()``, ``save_json(path)``, ``save_png(path)``.
+        A :class:`MemoryReport`: ``to_json()``, ``save_json(path)``, ``save_html(path)``.
 
     Raises:
         TypeError: ``model`` cannot be called, calls ``backward`` itself, or returns nothing that a

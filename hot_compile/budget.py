@@ -14,7 +14,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType
@@ -138,7 +138,11 @@ class Ledger:
         self.asked = asked
         self._meter = meter
         self._shares: dict[Hashable, Share] = {}
-        self._step: _Step | None = None
+        self._open = 0
+        """Forwards whose backwards are to come: of one step, what is held at one time."""
+        self._void = False
+        """Some of them had no backward: the step says nothing."""
+        self._now: Counter[Share] = Counter()
         self._stepped = False
         self._since_compiled = 0
         self._peaks: list[int] = []
@@ -170,25 +174,28 @@ class Ledger:
         """A forward of the graph begins; None if nobody wants to know."""
         if self._meter is None or share.settled:
             return None
-        if self._step is None:
+        if not self._open:
             if len(self._peaks) >= _MEASURED:
                 self._judge(max(self._peaks))
-            self._step = _Step(self._finished)
+            self._void, self._now = False, Counter()
             if self._since_compiled >= _WARM_UP:
                 self._meter.restart()
-        return Call(self._step, share)
+        self._now[share] += 1
+        self._open += 1
+        return Call(self)
 
-    def _finished(self, step: _Step) -> None:
-        """Every backward of a step has run, or never will."""
-        self._step = None
-        if step.void:
+    def leave(self, ran: bool) -> None:
+        """A forward's backward has run, or never will; perhaps it was the step's last."""
+        self._void |= not ran
+        self._open -= 1
+        if self._open or self._void:
             return
         assert self._meter is not None
         self._stepped = True
         self._since_compiled += 1
         if self._since_compiled > _WARM_UP:
             self._peaks.append(self._meter.peak())
-            self._calls = step.calls
+            self._calls = self._now
 
     def _judge(self, peak: int) -> None:
         """Correct what the graphs may add, if that is off and can be mended.
@@ -213,7 +220,8 @@ class Ledger:
             share.settled = True
             share.keep()
         if excess > _TOLERANCE * self.asked:
-            tell([_exceeded(peak, self.asked)])
+            asked, rose = map(memory_text, (self.asked, peak))
+            tell([f"peak_budget was not met: {asked} were asked for, steps rose to {rose}. {LESS}"])
 
     def _slope(self, peak: int, calls: Counter[Share], alone: bool) -> float:
         """Bytes by which the peak is likely to fall for each byte that is predicted to."""
@@ -225,48 +233,17 @@ class Ledger:
         return min(max(slope, 1 / _STEEPEST), _STEEPEST)
 
 
-def _exceeded(peak: int, asked: int) -> str:
-    return (
-        f"peak_budget was not met: {memory_text(asked)} were asked for, steps rose to "
-        f"{memory_text(peak)}. {LESS}"
-    )
-
-
-class _Step:
-    """Forwards whose backwards are to come: what is held at one time."""
-
-    def __init__(self, finished: Callable[[_Step], None]) -> None:
-        self.calls: Counter[Share] = Counter()
-        self.void = False
-        """Some forward had no backward: it says nothing of a step."""
-        self._open = 0
-        self._finished = finished
-
-    def begin(self, share: Share) -> None:
-        """One more forward."""
-        self.calls[share] += 1
-        self._open += 1
-
-    def end(self, ran: bool) -> None:
-        """One less; ``ran``: its backward did."""
-        self.void |= not ran
-        self._open -= 1
-        if not self._open:
-            self._finished(self)
-
-
 class Call:
     """One forward of a graph, until its backward has run or its results are dropped."""
 
-    def __init__(self, step: _Step, share: Share) -> None:
-        self._step: _Step | None = step
-        step.begin(share)
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger: Ledger | None = ledger
 
     def over(self, ran: bool) -> None:
         """Once."""
-        step, self._step = self._step, None
-        if step is not None:
-            step.end(ran)
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.leave(ran)
 
     def __del__(self) -> None:
         self.over(False)
@@ -306,18 +283,9 @@ class Budgeted:
         if node is None:  # nothing is held of it
             call.over(True)
         else:
-            _when_done(node, call)
+            # the hook holds the call, and goes with the node
+            node.register_hook(torch.compiler.disable(lambda *_: call.over(True)))
         return outputs
-
-
-def _when_done(node: Any, call: Call) -> None:
-    """End ``call`` behind the backward; the hook holds it, and goes with the node."""
-
-    @torch.compiler.disable
-    def done(_gradients: Sequence[Any], _tangents: Sequence[Any]) -> None:
-        call.over(True)
-
-    node.register_hook(done)
 
 
 def note_of(digest: str) -> Path:

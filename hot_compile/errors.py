@@ -52,10 +52,6 @@ class BuildError(HotError, RuntimeError):
     """The C++/CUDA runtime could not be built or loaded."""
 
 
-class PlanFormatError(HotError, ValueError):
-    """A plan read from JSON is not one this version understands."""
-
-
 class ProfileFormatError(HotError, ValueError):
     """A profile read from a file is not one this version understands."""
 

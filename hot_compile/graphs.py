@@ -1,11 +1,9 @@
-"""The graphs of a compiled step for programs: facts of each node, as networkx, GraphML and DOT."""
+"""The graphs of a compiled step for programs: facts of each node, as networkx."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import networkx
@@ -23,8 +21,6 @@ STAGES = {
     "after": "the joint graph with the plan carried out",
     "stored": "forward and backward, with what crosses stored compressed",
 }
-_UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 cannot hold, not even escaped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,39 +241,3 @@ def neighbourhood(graph: networkx.DiGraph, layer: str, radius: int = 1) -> netwo
     part.add_nodes_from((n, dict(facts)) for n, facts in graph.nodes(data=True) if n in found)
     part.add_edges_from((a, b) for a, b in graph.edges if a in found and b in found)
     return part
-
-
-def write_graphml(graph: networkx.DiGraph, path: str | Path) -> None:
-    """Write ``graph`` as GraphML (yEd, Gephi, ``networkx.read_graphml``).
-
-    What XML cannot hold (most control characters) becomes U+FFFD.
-    """
-    plain = networkx.DiGraph(**graph.graph)
-    names = {name: _printable(name) for name in graph}
-    for name, facts in graph.nodes(data=True):
-        plain.add_node(names[name], **{key: _printable(value) for key, value in facts.items()})
-    plain.add_edges_from((names[a], names[b]) for a, b in graph.edges)
-    networkx.write_graphml(plain, path)
-
-
-def write_dot(graph: networkx.DiGraph, path: str | Path) -> None:
-    """Write ``graph`` as DOT, for Graphviz: ``dot -Tsvg graph.dot -o graph.svg``."""
-    numbers = {name: f"n{number}" for number, name in enumerate(graph)}
-    lines = ["digraph {", '  node [shape=box, style=filled, fontname="monospace"];']
-    for name, facts in graph.nodes(data=True):
-        text = [facts["name"], facts["target"], f"{facts['dtype']} {facts['shape']}".strip()]
-        text += [f"crosses as {facts['crosses_as']}"] if facts["crosses_as"] else []
-        colour = "#dbe9f6" if facts["side"] == FORWARD else "#fbe3d3"
-        lines.append(f'  {numbers[name]} [label={_quoted(text)}, fillcolor="{colour}"];')
-    lines += [f"  {numbers[a]} -> {numbers[b]};" for a, b in graph.edges]
-    Path(path).write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
-
-
-def _printable(value: Any) -> Any:
-    return _UNPRINTABLE.sub("\ufffd", value) if isinstance(value, str) else value
-
-
-def _quoted(lines: Iterable[str]) -> str:
-    """Text as a DOT string; ``\\n`` between lines."""
-    escaped = (_printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines if line)
-    return '"' + "\\n".join(line.replace("\n", "\\n") for line in escaped) + '"'

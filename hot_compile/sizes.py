@@ -9,19 +9,19 @@ from .errors import OptionError
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 
 
-def memory_bytes(text: str, option: str = "memory", instead: str = "") -> int:
+def memory_bytes(text: str, option: str = "memory") -> int:
     """``24GiB`` as bytes.
 
     Args:
         text: a number with a unit.
-        option: what it was given for. instead: what else that may be.
+        option: what it was given for.
 
     Raises:
         OptionError: no number with a unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2] not in _UNITS:
-        expected = f"{instead}a number with {', '.join(_UNITS)}, e.g. 24GiB"
+        expected = f"a number with {', '.join(_UNITS)}, e.g. 24GiB"
         raise OptionError.value(option, text, expected)
     return int(float(match[1]) * _UNITS[match[2]])
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +12,6 @@ import torch
 from torch import fx
 
 from hot_compile.config import BASELINES, HotConfig, Strategy
-from hot_compile.errors import PlanFormatError
 from hot_compile.passes.base.site import Site, SiteNodes, hint
 from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, backward_price
 from hot_compile.passes.cost.linear import (
@@ -44,7 +41,7 @@ _LOW_RANK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Every Site's decision. Frozen, hashable, printable, JSON both ways."""
+    """Every Site's decision. Frozen, hashable, printable."""
 
     recipe: str
     decisions: tuple[Decision, ...]
@@ -90,7 +87,7 @@ class Plan:
         return layers + forwards + forms + tuple((h.name, h.way) for h in self.heads)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_json` is its inverse."""
+        """JSON-ready form."""
         decisions = [
             {**dataclasses.asdict(d), "shape": list(d.shape), "strategy": d.strategy.value}
             for d in self.decisions
@@ -109,44 +106,6 @@ class Plan:
             "step": dataclasses.asdict(self.step) if self.step else None,
             "known": self.known,
         }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            PlanFormatError: another version, or fields missing or unknown.
-        """
-        if data.get("version") != PLAN_VERSION:
-            raise PlanFormatError(
-                f"got a plan of version {data.get('version')!r}; this hot-compile reads version "
-                f"{PLAN_VERSION}. Make it again with hot_compile.explain(...)."
-            )
-        try:
-            decisions = tuple(
-                Decision(**{**d, "shape": tuple(d["shape"]), "strategy": Strategy(d["strategy"])})
-                for d in data["decisions"]
-            )
-            forms = tuple(FormDecision(**form) for form in data["exact_forms"])
-            heads = tuple(
-                HeadDecision(
-                    **{**h, "shape": tuple(h["shape"]), "strategy": Strategy(h["strategy"])}
-                )
-                for h in data.get("heads", ())
-            )
-            forwards = tuple(ForwardDecision(**f) for f in data.get("forwards", ()))
-            step = StepTime(**data["step"]) if data.get("step") else None
-            rates = tuple(data.get("rates", ()))
-            known = data.get("known", "")
-            return cls(data["recipe"], decisions, forms, heads, forwards, rates, step, known)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanFormatError(
-                f"got a plan whose entries do not fit ({error}); expected what Plan.to_json wrote."
-            ) from error
-
-    def stable_hash(self) -> str:
-        """Hex digest, the same in every process."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
 Prices = Mapping[torch.device, "Rates | str"]

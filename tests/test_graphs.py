@@ -1,4 +1,4 @@
-"""Graphs of a step as networkx: what nodes say of themselves, parts of them, GraphML and DOT."""
+"""Graphs of a step as networkx: what nodes say of themselves, parts of them."""
 
 import networkx
 import pytest
@@ -9,7 +9,6 @@ from hot_compile import explain, graphs
 from hot_compile.record import NO_PLAN, GraphReport
 from hot_compile.testing import hot_step
 
-ODD = 'q<b>&"\\é '
 OPTIONS = {"min_gain": 0, "memory_min_bytes": 1}
 
 
@@ -114,46 +113,6 @@ def test_symbolic_sizes_keep_their_symbol():
     stored = graphs.digraph(report, "stored")
     loose = [n for n, own in stored.nodes.items() if own["op"] == "placeholder" and not stored[n]]
     assert all(stored.nodes[n]["side"] == "forward" for n in loose)
-
-
-def odd_graph():
-    graph = networkx.DiGraph(stage="after")
-    names = (ODD, "new\nline", "control\x01", 'end\\"', "")
-    for name in names:
-        facts = {"name": name, "target": name, "shape": "s0 x 3", "dtype": "", "layer": name}
-        more = {"bytes": 2**40, "output": True, "side": "forward", "crosses_as": ""}
-        graph.add_node(f"0:{name}", **facts, **more)
-    graph.add_edge(f"0:{ODD}", "0:control\x01")
-    return graph
-
-
-@pytest.mark.parametrize("make", [odd_graph, lambda: explain_odd().graph], ids=["made", "traced"])
-def test_graphml_gives_back_what_it_was_given(tmp_path, make):
-    graph = make()
-    graphs.write_graphml(graph, tmp_path / "graph.graphml")
-    again = networkx.read_graphml(tmp_path / "graph.graphml")
-    plain = {name: name.replace("\x01", "\ufffd") for name in graph}
-    assert set(again) == set(plain.values())
-    assert set(again.edges) == {(plain[a], plain[b]) for a, b in graph.edges}
-    for name, facts in graph.nodes(data=True):
-        got = again.nodes[plain[name]]
-        assert {**facts, "layer": facts["layer"].replace("\x01", "\ufffd")}.items() >= {
-            key: got[key] for key in ("bytes", "layer", "side", "shape", "output", "crosses_as")
-        }.items()
-
-
-def explain_odd():
-    return explain(mlp(ODD), torch.randn(64, 64), options=OPTIONS)
-
-
-@pytest.mark.parametrize("make", [odd_graph, lambda: explain_odd().graph], ids=["made", "traced"])
-def test_dot_is_read_by_another_reader(tmp_path, make):
-    pydot = pytest.importorskip("pydot")
-    graph = make()
-    graphs.write_dot(graph, tmp_path / "graph.dot")
-    (read,) = pydot.graph_from_dot_file(tmp_path / "graph.dot", encoding="utf-8")
-    boxes = [node for node in read.get_nodes() if node.get_name() not in ("node", '"\\n"')]
-    assert (len(boxes), len(read.get_edges())) == (len(graph), graph.number_of_edges())
 
 
 def test_only_who_asks_gets_graphs():

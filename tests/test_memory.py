@@ -81,9 +81,7 @@ def test_report_predicts_what_is_measured(tmp_path):
     assert hot.peak < recompute.peak
     held_by_the_loss = 2048 * 64 * 4  # the squares, outside of the compiled graph
     assert report.predicted_held_bytes == pytest.approx(hot.held - held_by_the_loss, rel=0.05)
-    report.save_png(tmp_path / "memory.png")
     report.save_json(tmp_path / "memory.json")
-    assert (tmp_path / "memory.png").stat().st_size > 5000
     data = json.loads((tmp_path / "memory.json").read_text())
     assert data["measured"]["hot"]["held"] == hot.held
     assert "exact+recompute" in str(report)

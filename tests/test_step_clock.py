@@ -150,8 +150,7 @@ def test_what_is_as_predicted_changes_nothing(kept, monkeypatch):
 
 
 def test_a_plan_tells_of_the_step_in_json():
-    plan = Plan("hot", (), step=BUSY)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan("hot", (), step=BUSY).to_json()["step"] == dataclasses.asdict(BUSY)
 
 
 @pytest.mark.gpu

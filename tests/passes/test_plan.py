@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from hot_compile.config import HotConfig, Strategy
-from hot_compile.errors import PlanFormatError
 from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.cost import linear as cost
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.layers.strategies import How
-from hot_compile.passes.plan import Plan, plan
+from hot_compile.passes.plan import plan
 
 VNNI = RATES["cpu-vnni"]
 AMPERE_LIKE = cost.Rates(
@@ -167,23 +166,13 @@ def test_last_override_wins_even_over_cost_and_head():
     assert decide(tiny, override={"*": "exact"}).strategy == "exact"
 
 
-def test_plan_is_json_both_ways_and_hashable():
+def test_plan_is_json_and_hashable():
     chosen = plan([site(), site(name="b", gw=False)], HotConfig(), {torch.device("cpu"): VNNI})
-    again = Plan.from_json(json.loads(json.dumps(chosen.to_json())))
-    assert again == chosen
-    assert hash(again) == hash(chosen)
-    assert again.stable_hash() == chosen.stable_hash()
+    data = json.loads(json.dumps(chosen.to_json()))
+    assert [d["site"] for d in data["decisions"]] == [d.site for d in chosen]
+    assert hash(chosen)
     with pytest.raises(KeyError, match="the plan has"):
         chosen["nothing"]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [{}, {"version": 0}, {"version": 1, "recipe": "hot", "decisions": [{"site": "a"}]}],
-)
-def test_a_foreign_plan_is_refused(data):
-    with pytest.raises(PlanFormatError, match="got a plan"):
-        Plan.from_json(data)
 
 
 def test_cost_is_symbolic_in_the_layers_shape():
