@@ -122,7 +122,7 @@ torch.library.register_fake("hot::short_function")(lambda x, name: x.abs())
 def taught(register: Callable[[], None]) -> Callable[[], bool]:
     """``register``, run once: it teaches Inductor operators; the result says whether it could.
 
-    Lowerings are no stable API. Where they cannot be imported, Inductor calls the operators as they
+    Lowerings are no stable API. Where they are not found, Inductor calls the operators as they
     are: as right, and slower.
     """
 
@@ -130,7 +130,7 @@ def taught(register: Callable[[], None]) -> Callable[[], bool]:
     def lowered() -> bool:
         try:
             register()
-        except ImportError:
+        except (ImportError, AttributeError):
             return False
         return True
 
