@@ -53,7 +53,7 @@ from hot_compile.passes.storage.choose import (
     usual_bits,
     worth_it,
 )
-from hot_compile.passes.storage.copies import merge_copies
+from hot_compile.passes.storage.copies import casts_first, merge_copies
 from hot_compile.passes.storage.crossers import (
     Crosser,
     Judge,
@@ -183,7 +183,8 @@ def _exact_forms(joint: Joint) -> int:
 
 
 def _copies(joint: Joint) -> int:
-    return 0 if joint.context.config.memory is Memory.OFF else merge_copies(joint.graph)
+    off = joint.context.config.memory is Memory.OFF
+    return 0 if off else merge_copies(joint.graph) + casts_first(joint.graph)
 
 
 def _observe(joint: Joint) -> int:

@@ -66,6 +66,34 @@ def test_the_frozen_base_saves_nothing_of_its_input(model_and_x):
     assert frozen.held_bytes <= exact.held_bytes
 
 
+def test_an_adapter_s_own_copy_of_a_gate_s_result_is_made_again():
+    """peft keeps adapters in fp32 over a base in bf16: x is cast behind the frozen product."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = (Cast(*s) for s in ((96, 256), (96, 256), (256, 96)))
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    class Cast(Lora):
+        def forward(self, x):
+            down, up = (getattr(self, name) for name in self.names)
+            return self.base(x) + up(down(x.float())).to(x.dtype)
+
+    torch.manual_seed(0)
+    model = Gated()
+    for layer in (model.gate, model.up, model.down):
+        layer.base.bfloat16()
+    x = torch.randn(2, 128, 96).bfloat16()
+    exact, _ = gradients(model, x, {"recipe": "exact"})
+    got, graph = gradients(model, x, {"memory_min_bytes": 0})
+    assert all(cosine(got[name], exact[name]) > 0.99 for name in exact)
+    wide = [crossing.module for crossing in graph.crossing if crossing.shape[-1] == "256"]
+    assert sorted(wide) == ["gate", "up"]  # not down's x
+
+
 def test_override_quantises_the_factors_all_the_same(model_and_x):
     """Needed to reproduce the paper's table 3, where doing so collapses accuracy."""
     model, x = model_and_x
