@@ -55,7 +55,10 @@ from hot_compile.memory import peak_bytes
 from hot_compile.runtime.native.build import load
 
 STEPS = {"cuda": 5, "cpu": 1}
-WARM_UP, CURVE = 4, 50
+WARM_UP = {"cuda": 60, "cpu": 4}
+"""Steps before anything is measured. Meanwhile hot looks at steps, times them, and compiles again
+by what it finds; and processes ask each other how they fare."""
+CURVE = 50
 MEASURING_S = 60
 """So long a row may take once all have compiled."""
 HOST = "127.0.0.1"
@@ -78,6 +81,7 @@ class Case:
 
 
 CHECKPOINTED = functools.partial(sharded, checkpointed=True)
+TITANS_CHECKPOINTED = functools.partial(titans, checkpointed=True)
 LLAMA, LLAMA_8B = ("llama12x2048", Size(4, depth=6)), ("llama8b", Size(2, depth=4))
 TINY = ("llama12x2048", Size(1, depth=2, width=256, tokens=64))
 CASES = {
@@ -89,12 +93,14 @@ CASES = {
     "llama-tp": Case(*LLAMA, split),
     "llama-fsdp2-tp": Case(*LLAMA, split_and_sharded),
     "llama-titan": Case(*LLAMA, titans),
+    "llama-titan-checkpointed": Case(*LLAMA, TITANS_CHECKPOINTED),
     "tiny-ddp": Case("vit_tiny_patch16_224", Size(2, depth=2), replicated),
     "tiny-fsdp2": Case(*TINY, sharded),
     "tiny-fsdp2-checkpointed": Case(*TINY, CHECKPOINTED),
     "tiny-tp": Case(*TINY, split),
     "tiny-fsdp2-tp": Case(*TINY, split_and_sharded),
     "tiny-titan": Case(*TINY, titans),
+    "tiny-titan-checkpointed": Case(*TINY, TITANS_CHECKPOINTED),
 }
 """Rows of the table, by name. The tiny ones are for CPUs."""
 ON_GPUS = ",".join(name for name in CASES if "tiny" not in name)
@@ -135,7 +141,7 @@ class Stepper:
         start = time.perf_counter()
         self._waited(1)
         self.row.compile_s = time.perf_counter() - start
-        self._waited(WARM_UP)
+        self._waited(WARM_UP[self.device.type])
         peak = peak_bytes(self.step, self.device)
         before = self._allocated()
         loss = self._forwarded()

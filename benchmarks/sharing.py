@@ -79,11 +79,16 @@ def split_and_sharded(model: nn.Module, config: str, device: torch.device) -> Ca
     return sharded(model, config, device, mesh=mesh["shard"])
 
 
-def titans(model: nn.Module, config: str, device: torch.device) -> Callable[..., Any]:
+def titans(
+    model: nn.Module, config: str, device: torch.device, checkpointed: bool = False
+) -> Callable[..., Any]:
     """FSDP2 as torchtitan has it: blocks and loss compiled in place and in one graph each, the
     embedding and the head (which is gathered once) sharded by themselves."""
     for owner, name in blocks_of(model):
-        block = getattr(owner, name)
+        block: Any = getattr(owner, name)
+        if checkpointed:
+            block = checkpoint_wrapper(block)
+            setattr(owner, name, block)
         block.compile(fullgraph=True, **compiling(config, block))
         fully_shard(block, mp_policy=BF16)
     inner: Any = model.model

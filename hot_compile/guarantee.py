@@ -110,7 +110,9 @@ def _ways(config: HotConfig, on_gpu: bool) -> Iterator[Way]:
 
 
 _ASKS = 16
-"""A job's processes are that many forwards, at most, apart when they are through a first step."""
+"""A job's processes are that many forwards, at most, apart when they are through a first step. The
+job's store is asked at powers of two up to that: each time the host waits for an answer, and a
+model that DDP splits has a dozen graphs."""
 _WHOLE = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
 """A graph with collectives is compiled with its backward, while processes can still agree. Buffers
 are not given away then: nobody knows yet whether the graph will be kept."""
@@ -144,11 +146,11 @@ class Guaranteed:
         self._failure: tuple[str, Exception | None] | None = None
         """The first that was not told of yet, and where it was; None: in another process."""
         self._job = Together(gm, example_inputs, config.stable_hash())
-        self._asks = _ASKS if in_job() else 0
-        """In so many forwards more it is asked whether another process failed."""
         self._told: set[tuple[str, int]] = set()
         """Stages and ways of which other processes know how they ended."""
         self._once = bool(only_once(gm, example_inputs))
+        self._settled_for = 0 if in_job() and not self._once else _ASKS
+        """Forwards since a backward was through; from ``_ASKS`` on nobody is asked any more."""
         self.settled = self._once
         """A backward is through, or none could be done again."""
         self._run = self._compiled(gm)
@@ -184,9 +186,11 @@ class Guaranteed:
 
     def _follows(self) -> None:
         """Another process may have failed since this one was through with that."""
-        if self._asks and not self._once:
-            # forwards without gradients never settle
-            self._asks -= self.settled or not torch.is_grad_enabled()
+        if self._settled_for >= _ASKS:
+            return
+        # forwards without gradients never settle
+        self._settled_for += self.settled or not torch.is_grad_enabled()
+        if self._settled_for & (self._settled_for - 1) == 0:
             self._moves("a first step", self._job.left(self._at))
             self._tell()
 

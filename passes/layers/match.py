@@ -55,6 +55,8 @@ class GraphInputs:
     """
 
     parameters: tuple[str | None, ...] = ()
+    made: tuple[str | None, ...] = ()
+    """Likewise: a name for each input that another graph made, with a gradient."""
 
 
 def graph_inputs(gm: fx.GraphModule) -> GraphInputs:
@@ -67,7 +69,9 @@ def graph_inputs(gm: fx.GraphModule) -> GraphInputs:
     if not any(sources):
         return GraphInputs()
     values = [node.meta.get("example_value") for node in given]
-    return GraphInputs(tuple(map(_parameter_name, sources, values)))
+    made = (isinstance(v, torch.Tensor) and v.requires_grad and not v.is_leaf for v in values)
+    names = tuple(node.name if is_made else None for node, is_made in zip(given, made, strict=True))
+    return GraphInputs(tuple(map(_parameter_name, sources, values)), names)
 
 
 def _parameter_name(source: Any, value: Any) -> str | None:

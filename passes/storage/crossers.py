@@ -116,7 +116,9 @@ class Judge:
     ) -> None:
         self._smallest, self._seen = smallest, seen
         self._activations = _activations(forward, inputs)
-        self._learned = closure(filter(_is_layer, forward.nodes))
+        self.given = frozenset(named_inputs(forward, inputs.made))
+        """Inputs that another graph made, and nobody but autograd may keep."""
+        self._learned = closure(n for n in forward.nodes if n in self.given or _is_layer(n))
         self._mixed = closure(n for n in forward.nodes if n.target in LAYER_PRODUCTS or is_ours(n))
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
@@ -161,6 +163,8 @@ class Judge:
         """What ``saved``'s readers need of it."""
         if reading.refusal:
             return Need(reason=reading.refusal)
+        if saved in self.given and not reading.region:
+            return Need(reason="an input")
         if reading.region and saved not in self._learned:
             return Need(reason="a mask or positions: no layer made it")
         softmax = is_probability(saved)
@@ -215,16 +219,19 @@ def crossers(
         num_fwd_outputs: how many of the forward's outputs the user sees.
         judge: of these graphs.
     """
-    pairs = saved_pairs(forward, backward, num_fwd_outputs)
+    pairs = saved_pairs(forward, backward, num_fwd_outputs, judge.given)
     found = [judge(saved, restored) for saved, restored in pairs]
-    return _own_masks(found)
+    return _own_masks([c for c in found if c.saved not in judge.given or not c.reason])
 
 
 def saved_pairs(
-    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int
+    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, given: Set[fx.Node] = frozenset()
 ) -> list[tuple[fx.Node, fx.Node]]:
     """(forward's node, backward's placeholder) of every tensor the forward computed and keeps for
-    the backward alone: packing a parameter, an input or a result would free nothing."""
+    the backward alone: packing a parameter, an input or a result would free nothing.
+
+    ``given``: inputs that count as well.
+    """
     outputs = returned(forward)
     seen_by_user = {base(n) for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)}
     arriving = {n.name: n for n in placeholders(backward)}
@@ -234,7 +241,7 @@ def saved_pairs(
         if isinstance(node, fx.Node)
         and node.name in arriving
         and isinstance(node.meta.get("val"), torch.Tensor)
-        and base(node).op != "placeholder"
+        and (base(node).op != "placeholder" or node in given)
         and base(node) not in seen_by_user
     ]
 
