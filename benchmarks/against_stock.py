@@ -272,14 +272,15 @@ def measure(
         yield rows
 
 
-def _child(name: str, configs: str, device: str, dtype: str, rounds: int) -> None:
-    """Says what it knows when all is compiled, and, when told to measure, what it found."""
-    answers = sys.stdout
+def answer(run: Iterator[list[Any]]) -> None:
+    """A child says what it knows when all is compiled, and, when told to measure, what it found."""
+    answers, compiled = sys.stdout, False
     with contextlib.redirect_stdout(sys.stderr):
-        run = measure(name, configs.split(","), torch.device(device), dtype, rounds)
-        print(json.dumps([asdict(row) for row in next(run)]), file=answers, flush=True)
-        sys.stdin.readline()
-        print(json.dumps([asdict(row) for row in next(run)]), file=answers, flush=True)
+        for rows in run:
+            print(json.dumps([asdict(row) for row in rows]), file=answers, flush=True)
+            if not (compiled or getattr(rows[0], "error", "")):
+                sys.stdin.readline()
+            compiled = True
 
 
 class Child:
@@ -345,7 +346,7 @@ def main(
 ) -> list[Row]:
     """Measure whole steps of many models."""
     if child:
-        _child(child, configs, device, dtype, rounds)
+        answer(measure(child, configs.split(","), torch.device(device), dtype, rounds))
         return []
     for name in rows.split(","):
         case_of(name)

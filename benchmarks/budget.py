@@ -17,7 +17,6 @@ the same peak, between its two points next to it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import threading
@@ -31,7 +30,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from against_stock import CASES, STEPS, Child, Stepper, workload
+from against_stock import CASES, STEPS, Child, Stepper, answer, workload
 from against_stock import Row as StepperRow
 from report import StepRow, document, show, write_json
 from step import compiler_settings
@@ -86,14 +85,21 @@ def _within(asked: int) -> tuple[str, int]:
     return f"hot:peak_budget={asked / 2**20:.1f}MiB", asked
 
 
-def measure(
-    case: str, config: str, asked: int, device: torch.device, dtype: str
-) -> Iterator[list[Row]]:
+def measure(row: Row, device: torch.device, dtype: str) -> Iterator[list[Row]]:
     """Compiles, lets the budget be corrected, and yields; measures, and yields what it found."""
+    try:
+        yield from _measured(row, device, dtype)
+    except Exception as error:
+        traceback.print_exc()
+        row.error = f"{type(error).__name__}: {str(error)[:300]}"
+        yield [row]
+
+
+def _measured(row: Row, device: torch.device, dtype: str) -> Iterator[list[Row]]:
     torch.manual_seed(0)
     trace_past_warnings()
     warnings.simplefilter("always", OptionWarning)
-    row = Row(case, config, asked_bytes=asked)
+    case, config = row.case, row.config
     inner = StepperRow(case, STOCK if config.startswith((TORCH, CHECKPOINTED)) else config)
     inductor_config.compile_threads = THREADS
     if config.startswith(TORCH):
@@ -137,23 +143,6 @@ def _standing(stepper: Stepper) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _child(case: str, config: str, asked: int, device: str, dtype: str) -> None:
-    """Says what it knows when compiled, and, when told to measure, what it found."""
-    answers = sys.stdout
-    rows = [Row(case, config, asked_bytes=asked)]
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            run = measure(case, config, asked, torch.device(device), dtype)
-            rows = next(run)
-            print(json.dumps([asdict(row) for row in rows]), file=answers, flush=True)
-            sys.stdin.readline()
-            rows = next(run)
-        except Exception as error:
-            traceback.print_exc()
-            rows[0].error = f"{type(error).__name__}: {str(error)[:300]}"
-        print(json.dumps([asdict(row) for row in rows]), file=answers, flush=True)
-
-
 def _rows(
     wanted: list[tuple[str, str, int]], arguments: list[str], jobs: int, limit: int
 ) -> Iterator[Row]:
@@ -191,7 +180,8 @@ def main(
 ) -> list[Row]:
     """Measure budgets of the peak of whole steps."""
     if child:
-        _child(child, config, asked, device, dtype)
+        row = Row(child, config, asked_bytes=asked)
+        answer(measure(row, torch.device(device), dtype))
         return []
     names = cases.split(",")
     if unknown := [name for name in names if name not in CASES]:

@@ -217,21 +217,6 @@ class Team:
         return None if late or place >= len(self._groups) else self._groups[place]
 
 
-@app.command()
-def cells(
-    task: str,
-    recipe: str,
-    seeds: str,
-    out: Out = OUT,
-    device: str = "cpu",
-    quick: bool = False,
-    lower: bool = False,
-) -> None:
-    """Train one task with one recipe from each of the seeds, in this process."""
-    for seed in seeds.split(","):
-        _train_group(task, recipe, [int(seed)], Setting(out, device, quick), lower)
-
-
 _BOTH_LOOKS = 8
 """Steps that two looks of ``lqs="auto"`` and compiling again take, and some to spare."""
 

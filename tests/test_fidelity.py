@@ -28,7 +28,8 @@ def _lines(folder):
 
 def test_fidelity_cell_is_trained_once_and_resumed(program, tmp_path, capsys):
     fidelity = program("fidelity")
-    fidelity.cells("digits", "fast", "0,1", out=tmp_path, quick=True)
+    setting = fidelity.Setting(tmp_path, "cpu", True)
+    fidelity._train_group("digits", "fast", [0, 1], setting, False)
     _, cell = _lines(tmp_path)
     assert cell["seed"] == 1
     assert 0 <= cell["score"] <= 1
@@ -212,7 +213,7 @@ def test_fidelity_report_and_what_goes_on_from_it(program, tmp_path):
 def test_fidelity_trains_with_eight_bits_forward(program, tmp_path, task):
     fidelity = program("fidelity")
     for name in ("exact", "8-bit forward"):
-        fidelity.cells(task, name, "0", out=tmp_path, quick=True)
+        fidelity._train_group(task, name, [0], fidelity.Setting(tmp_path, "cpu", True), False)
     exact, ours = _lines(tmp_path)
     assert ours["losses"] != exact["losses"]
     assert ours["losses"] == pytest.approx(exact["losses"], rel=0.05)

@@ -7,6 +7,7 @@ counted too, because on real hardware the transforms are bound by bytes, not by 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -110,15 +111,7 @@ class Cost:
     idle: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.int_ops + other.int_ops,
-            self.int4_ops + other.int4_ops,
-            self.bytes + other.bytes,
-            self.results + other.results,
-            self.calls + other.calls,
-            self.idle + other.idle,
-        )
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 def exact_cost(products: int, summed: bool = False) -> Cost:
