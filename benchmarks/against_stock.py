@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +36,7 @@ from models import Size, Workload, build
 from report import StepRow, document, show, write_json
 from step import compile_for, compiler_settings, synchronize
 from tables import steps
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
@@ -64,7 +64,7 @@ class Case:
     loss_only: bool = False
     """A language model that returns its loss, not its logits."""
     lora: bool = False
-    """A model of diffusion of which adapters alone are trained."""
+    """Adapters alone are trained; in bf16 the rest is kept in it, as their training scripts do."""
 
 
 CASES = {
@@ -88,6 +88,7 @@ CASES = {
     "convnext-t-128": Case("convnext_tiny", Size(128)),
     "swin-t-128": Case("swin_tiny_patch4_window7_224", Size(128)),
     "bert": Case("bert", Size(32, tokens=512)),
+    "llama8b-lora": Case("llama8b", Size(1, depth=4, tokens=8192), lora=True),
     "sd3": Case("sd3", Size(4)),
     "sd3-lora": Case("sd3", Size(4), lora=True),
     "flux": Case("flux", Size(2)),
@@ -99,6 +100,7 @@ CASES = {
     "sd3-tiny": Case("sd3", Size(2, depth=2, width=384, image=32)),
     "flux-tiny-lora": Case("flux", Size(2, depth=1, width=384, image=16), lora=True),
     "unet-tiny": Case("unet", Size(2, width=64, image=32)),
+    "llama-tiny-lora": Case("llama12x2048", Size(1, depth=2, width=384, tokens=256), lora=True),
     "video-tiny": Case("video", Size(1, depth=1, width=384, image=16)),
     "vit-tiny": Case("vit_tiny_patch16_224", Size(8)),
     "gpt2-tiny": Case("gpt2", Size(1, depth=2, tokens=256)),
@@ -153,11 +155,18 @@ def workload(case: Case) -> Workload:
         labels = torch.randint(1000, (size.batch, size.tokens or 1))
         return Workload(model.train(), (features, labels), _spoken_loss)
     else:
-        return build(case.model, size)
+        work = build(case.model, size)
+        return replace(work, model=_adapted(work.model)) if case.lora else work
     ids = torch.randint(model.config.vocab_size, (size.batch, size.tokens or 1))
     if case.loss_only:
         return Workload(head.LossOnly(model.train()), (ids,), _as_it_is)
     return Workload(model.train(), (ids,), _own_loss)
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
 
 
 def _own_loss(forward: Callable[..., Any], ids: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ from hot_compile.passes.storage.choose import (
     usual_bits,
     worth_it,
 )
-from hot_compile.passes.storage.copies import casts_first, merge_copies
+from hot_compile.passes.storage.copies import copies_first, merge_copies
 from hot_compile.passes.storage.crossers import (
     Crosser,
     Judge,
@@ -184,7 +184,7 @@ def _exact_forms(joint: Joint) -> int:
 
 def _copies(joint: Joint) -> int:
     off = joint.context.config.memory is Memory.OFF
-    return 0 if off else merge_copies(joint.graph) + casts_first(joint.graph)
+    return 0 if off else merge_copies(joint.graph) + copies_first(joint.graph)
 
 
 def _observe(joint: Joint) -> int:

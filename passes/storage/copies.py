@@ -47,18 +47,18 @@ def merge_copies(graph: fx.Graph) -> int:
     return gone
 
 
-def casts_first(graph: fx.Graph) -> int:
-    """Move each cast of what the graph computes right behind that; gives how many have moved.
+def copies_first(graph: fx.Graph) -> int:
+    """Move casts and copies of what the graph computes right behind that; gives how many moved.
 
     Min-cut never recomputes a value's cast that comes after a product of the same value: as far as
     it can see, that is long after. So an adapter's x, cast to the adapter's dtype behind the frozen
     layer's product, would cross beside what it is cheaply made of. Values stay as they are.
     """
     moved = 0
-    for cast in [node for node in graph.nodes if node.target in CASTS]:
-        (source,) = cast.all_input_nodes
-        if source.op == "call_function" and cast.prev is not source:
-            source.append(cast)
+    for copy in [node for node in graph.nodes if node.target in CASTS | {aten.clone.default}]:
+        (source,) = copy.all_input_nodes
+        if source.op == "call_function" and copy.prev is not source:
+            source.append(copy)
             moved += 1
     return moved
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.storage.copies import casts_first, merge_copies
+from hot_compile.passes.storage.copies import copies_first, merge_copies
 from hot_compile.testing import cosine, hot_step
 
 SUB, MUL = aten.sub.Tensor, aten.mul.Tensor
@@ -72,14 +72,14 @@ def test_casts_move_behind_what_they_are_of_and_values_stay():
     given = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3, 2, dtype=torch.float64)
     gm = traced(function, *given)
     want = gm(*given)
-    assert casts_first(gm.graph) == 1  # h's; w's stays behind the inputs
+    assert copies_first(gm.graph) == 1  # h's; w's stays behind the inputs
     gm.graph.lint()
     gm.recompile()
     (product,) = gm.graph.find_nodes(op="call_function", target=aten.mm.default)[:1]
     casts = gm.graph.find_nodes(op="call_function", target=aten._to_copy.default)
     assert [cast < product for cast in casts] == [True, False]
     assert all(map(torch.equal, gm(*given), want))
-    assert casts_first(gm.graph) == 0
+    assert copies_first(gm.graph) == 0
 
 
 class Mixing(nn.Module):
