@@ -109,10 +109,5 @@ class Context:
 
     def restores(self, found: Sequence[Crosser]) -> Fused:
         """What says which of ``found`` the backward's kernels restore on their way."""
-        known = self.rates_of(crosser.saved for crosser in found)
-
-        def fused(crosser: Crosser, scheme: Scheme) -> bool:
-            rates = known[crosser.saved]
-            return rates is not None and restored_by_readers(crosser, scheme, rates)
-
-        return fused
+        restored = self._prices(found, restored_by_readers)
+        return lambda crosser, scheme: bool(restored(crosser, scheme))

@@ -40,6 +40,7 @@ def run(
     ``graphs``: by name, what steps with ``changes`` may change; traced after each that did.
     """
     done: list[tuple[str, int, float]] = []
+    stopped = False
     for step in steps:
         begin = time.perf_counter()
         count = step.run(state)
@@ -49,21 +50,15 @@ def run(
         if step.changes and count:
             for name, graph in graphs.items():
                 traced_graph(f"hot_{pipeline}_{step.name}_{name}", graph)
-        if step.needed and not count:
+        stopped = step.needed and not count
+        if stopped:
             break
-    else:
-        _report(pipeline, done)
-        return True
-    _report(pipeline, done)
-    return False
-
-
-def _report(pipeline: str, done: list[tuple[str, int, float]]) -> None:
-    steps = ", ".join(f"{name} {count}" for name, count, _ in done)
-    log.info("hot: %s: %s; %.0f ms", pipeline, steps, sum(spent for *_, spent in done))
+    told = ", ".join(f"{name} {count}" for name, count, _ in done)
+    log.info("hot: %s: %s; %.0f ms", pipeline, told, sum(spent for *_, spent in done))
     fields = ("step", "count", "milliseconds")
     rows = [dict(zip(fields, row, strict=True)) for row in done]
     traced(f"hot_{pipeline}_steps", lambda: rows)
+    return not stopped
 
 
 def traced(name: str, content: Callable[[], Any]) -> None:

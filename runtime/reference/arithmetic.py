@@ -24,16 +24,18 @@ def low_pass_order() -> list[int]:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthonormal Walsh-Hadamard transform of the last dimension, which must have 16 entries.
+    """Orthonormal Walsh-Hadamard transform of the last dimension, which must have 16 entries."""
+    return butterflies(x) * 0.25
 
-    Butterflies at distance 1, 2, 4, 8 in this order; a sum or difference each; then times 1/4.
-    """
+
+def butterflies(x: Tensor) -> Tensor:
+    """The transform unscaled: a sum or difference each, at distance 1, 2, 4, 8 in this order."""
     shape = x.shape
     for distance in (1, 2, 4, 8):
         pairs = x.reshape(*shape[:-1], HADAMARD_ORDER // (2 * distance), 2, distance)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((low + high, low - high), dim=-2).reshape(shape)
-    return x * 0.25
+    return x
 
 
 def scale_of(absmax: Tensor, bits: int) -> tuple[Tensor, Tensor]:

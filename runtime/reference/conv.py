@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.reference.arithmetic import low_pass_order
+from hot_compile.runtime.reference.arithmetic import butterflies, low_pass_order
 from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
 
 Sizes = Sequence[int]
@@ -69,15 +69,6 @@ def _small_positions(small_size: Sizes, tiled: bool) -> list[Tensor]:
     return [(grid[d] * shape[d] + grid[dims + d]).flatten() for d in range(dims)]
 
 
-def _transform(q: Tensor, rank: int) -> Tensor:
-    """[..., 16] integers -> the ``rank`` kept sums of their Walsh-Hadamard transform, unscaled."""
-    for distance in (1, 2, 4, 8):
-        pairs = q.reshape(*q.shape[:-1], HADAMARD_ORDER // (2 * distance), 2, distance)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        q = torch.stack((low + high, low - high), dim=-2).flatten(-3)
-    return q[..., sorted(low_pass_order()[:rank])]
-
-
 def unfold(big: Tensor, sources: Tensor, rank: int) -> Tensor:
     """[C, K] integers -> [C, kk, K'] as the kernel sees them, 0 outside.
 
@@ -88,7 +79,8 @@ def unfold(big: Tensor, sources: Tensor, rank: int) -> Tensor:
     seen = torch.where(flat < 0, 0, big[:, flat.clamp(min=0)].long())
     if rank == 0:
         return seen
-    kept = _transform(seen.reshape(*seen.shape[:2], -1, HADAMARD_ORDER), rank)
+    sums = butterflies(seen.reshape(*seen.shape[:2], -1, HADAMARD_ORDER))
+    kept = sums[..., sorted(low_pass_order()[:rank])]
     return ((kept + 8) >> 4).flatten(2)
 
 
