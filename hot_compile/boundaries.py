@@ -1,6 +1,6 @@
 """Checkpoints around what is compiled: what ``torch.utils.checkpoint`` keeps, stored rounded.
 
-In a compiled graph that is one more tensor that crosses (``passes/storage/regions.py``). Where each
+In a compiled graph that is one more tensor that crosses (``passes/storage/readers.py``). Where each
 block is compiled by itself, as under Transformers' ``gradient_checkpointing_enable``, PyTorch keeps
 the blocks' inputs, and only who asks for it has them rounded: nobody looked into the blocks.
 """

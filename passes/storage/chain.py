@@ -73,7 +73,7 @@ class Chain:
             return "combined with itself in other places"
         if others and user.target not in _FACTORS | SUMS_OF_TWO:
             return f"a function of it and of another tensor ({user.target})"
-        steep = user.target in _STEEP and not is_bounded_power(user)
+        steep = user.target in _STEEP and not _is_bounded_power(user)
         if not (steep or is_gentle(user, inside)):
             return f"steep, or not known not to be ({user.target})"
         linear = all(link.linear for link in links) and _is_multiple(user, inside)
@@ -102,10 +102,10 @@ def is_gentle(node: fx.Node, inside: list[fx.Node]) -> bool:
         return _at_least_one(node.args[0])
     if target is aten.log1p.default:
         return getattr(node.args[0], "target", None) is aten.exp.default
-    return target in GENTLE or is_bounded_power(node)
+    return target in GENTLE or _is_bounded_power(node)
 
 
-def is_bounded_power(node: fx.Node) -> bool:
+def _is_bounded_power(node: fx.Node) -> bool:
     """e to something: a softmax's, less its largest; a sigmoid's or softplus', which one is added
     to; a bell's, e to a negative square."""
     given = node.args[0] if node.target is aten.exp.default else None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.graph import (
     CHANNEL_DIM,
@@ -47,8 +48,8 @@ from hot_compile.passes.base.operators import (
 )
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
-from hot_compile.passes.storage.regions import Region, is_checkpointed
 
+_AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
@@ -117,7 +118,7 @@ class _Reader:
     def __init__(self, root: fx.Node, known: Facts, cuts: Set[fx.Node]) -> None:
         self._chain = Chain(root)
         self.reading = Reading(self._chain)
-        self._root, self.known, self._cuts = root, known, cuts
+        self._root, self.known = root, known
         self._elements = hint(root.meta["val"].numel())
         for node in _downstream(root, known.gradients, cuts):
             for operand in dict.fromkeys(node.all_input_nodes):
@@ -158,11 +159,7 @@ class _Reader:
 
     def checkpoint(self, node: fx.Node, user: fx.Node) -> None:
         """A region that the user checkpoints is computed again from it."""
-        if self.reading.region:
-            return
         self.reading.region = True
-        region = Region(self._root, self.known.gradients, self.known.activations, self._cuts)
-        self._refuse(region.problem())
 
     def compare(self, node: fx.Node, user: fx.Node) -> None:
         """A mask is made of it."""
@@ -322,6 +319,11 @@ def _is_product(node: fx.Node) -> bool:
     return ours or node.target in LAYER_PRODUCTS or node.target in BATCHED_PRODUCTS
 
 
+def _is_checkpointed(node: fx.Node) -> bool:
+    """``node`` is computed again because the user checkpoints it."""
+    return node.meta.get("recompute") in _AGAIN
+
+
 def is_attention(node: fx.Node) -> bool:
     """The backward of a fused attention."""
     name = getattr(node.target, "__name__", str(node.target))
@@ -371,9 +373,8 @@ RULES: tuple[Rule, ...] = (
          "broadcast, divisors"),
     Rule("any other operator with a gradient", True, lambda *_: True,
          _Reader.unknown, "exact: not known to tolerate rounding"),
-    Rule("a region of `torch.utils.checkpoint`", False, lambda _, user: is_checkpointed(user),
-         _Reader.checkpoint, "rounded: gradients of a point next to it. Exact where the region "
-         "chooses (top k) or bends sharply, or its attention's output was kept"),
+    Rule("a region of `torch.utils.checkpoint`", False, lambda _, user: _is_checkpointed(user),
+         _Reader.checkpoint, "rounded: gradients are those of a point next to it"),
     Rule("a view, a cast, a move such as `cat` and `gather`", False,
          lambda _, user: user.target in VIEWS | CASTS | MOVES or user.target is operator.getitem,
          _Reader.move, "as the result's readers say; exact if cast to whole numbers"),

@@ -1,20 +1,16 @@
-"""Boundaries of checkpointed regions in a compiled graph: rounded where the region allows it."""
+"""Boundaries of checkpointed regions in a compiled graph: rounded, and looked at."""
 
 import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from samples_storage import Block, crossing
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
 from hot_compile.memory import held_bytes
+from hot_compile.observing import acceptance
 from hot_compile.record import Reports, run_uncompiled
 from hot_compile.testing import cosine
 
@@ -104,58 +100,36 @@ class Around(nn.Module):
         return x + self.layer(self.function(self.norm(x)))
 
 
-def choose(x):
-    values, places = x.topk(32, -1)
-    return torch.zeros_like(x).scatter(-1, places, values)
+FUNCTIONS = {
+    "steep": lambda x: torch.sin(30 * x),
+    "poles": lambda x: (x.abs() + 1e-3).log(),
+    "sorted": lambda x: x.sort(-1).values,
+}
 
 
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (choose, "may jump (aten."),
-        (lambda x: torch.sin(30 * x), "may jump (aten.sin"),
-        (lambda x: torch.exp(x), "may jump (aten.exp"),
-        (lambda x: torch.round(x) * x, "may jump (aten.round"),
-        (lambda x: torch.where(x > x.roll(1, -1), x, 0.0), "compares two of its values"),
-    ],
-)
-def test_a_region_that_is_not_gentle_keeps_its_boundary(function, why):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_jumps_is_repaired_by_the_ninth_step(name, tmp_path, monkeypatch):
+    """No rule knows which regions tolerate a rounded boundary: gradients are compared."""
+    monkeypatch.setattr(acceptance, "folder", lambda: tmp_path)
     torch.manual_seed(0)
-    kept, _ = boundaries(Words(Around(function), Around(function)))
-    assert kept
-    assert all(c.scheme == "exact" and why in c.reason for c in kept), kept
+    model = Words(*(Around(FUNCTIONS[name]) for _ in range(3)))
+    ids = torch.randint(0, 512, (4, 48))
 
+    def trained(steps, **options):
+        torch._dynamo.reset()
+        options = {"min_gain": 0, "accept": "auto", **options}
+        backend = functools.partial(hot, options=options, inner_compile=run_uncompiled)
+        step = torch.compile(model, backend=backend)
+        for _ in range(steps):
+            model.zero_grad()
+            step(ids).backward()
+        return [p.grad.clone() for p in model.parameters()]
 
-@pytest.mark.parametrize("function", [F.silu, F.gelu, lambda x: x.relu().softmax(-1).tanh()])
-def test_a_gentle_one_does_not(function):
-    torch.manual_seed(0)
-    kept, _ = boundaries(Words(Around(function), Around(function)))
-    assert {c.scheme for c in kept} == {"rows8", "groups6"}, kept
-
-
-def test_attention_that_is_kept_beside_keeps_the_boundary():
-    """Selective checkpointing: the output is exact, so its backward wants queries that are."""
-
-    def policy(context, op, *args, **kwargs):
-        kept = "attention" in str(op)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    torch.manual_seed(0)
-    context = functools.partial(create_selective_checkpoint_contexts, policy)
-    kept, _ = boundaries(Words(Block(), Block(), context_fn=context))
-    assert any("was kept, its operands are computed again" in c.reason for c in kept), kept
-
-
-def test_a_loss_in_a_region_keeps_its_boundary():
-    torch.manual_seed(0)
-    layer, head = nn.Linear(128, 128), nn.Linear(128, 64)
-
-    def loss(x):
-        x = layer(x).tanh()
-        return checkpoint(lambda x: head(x).sigmoid().log().mean(), x, use_reentrant=False)
-
-    kept = crossing(loss, torch.randn(4, 48, 128))
-    assert all(c.scheme == "exact" for c in kept if c.shape == ("4", "48", "128")), kept
+    want, got = trained(1, recipe="exact", accept="off"), trained(9)
+    largest = max(w.norm() for w in want)
+    found = [pair for pair in zip(got, want, strict=True) if pair[1].norm() > 1e-3 * largest]
+    assert max(((g - w).norm() / w.norm()).item() for g, w in found) < 0.25
+    assert min(cosine(g, w) for g, w in found) > 0.97
 
 
 def blockwise(model, ids, around=checkpoint, **options):
