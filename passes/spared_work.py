@@ -15,7 +15,7 @@ _TAIL_SIZES = "tail_size", "inner_tail_size", "outer_tail_size"
 
 
 def spare_work() -> None:
-    """Have Inductor leave out what it does in vain, or again and again (torch 2.11 to 2.15).
+    """Have Inductor leave out what it does in vain, or again and again (tried on torch 2.11, 2.14).
 
     What a torch has nowhere, or elsewhere, it goes on doing.
     """
@@ -115,8 +115,7 @@ def _value_of(shim: Any, node: fx.Node, env: dict[fx.Node, Any], given: Any) -> 
         return node.target(*args, **kwargs)  # type: ignore[operator]
     if node.op == "call_module":
         return shim.fetch_attr(node.target)(*args, **kwargs)
-    handler, *args = args
-    return getattr(handler, str(node.target))(*args, **kwargs)
+    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
 
 
 @taught
