@@ -449,7 +449,8 @@ def _accepted(
         return watch.usual
     graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
-    watched.clock = None if graph.known.step else clock_of(graph.devices)
+    known = graph.path.stem in monitor.times  # a graph is timed once, however often it is compiled
+    watched.clock = None if known else clock_of(graph.devices)
     return monitor.watches((graph.code, graph.trained), watched)
 
 

@@ -149,6 +149,17 @@ def test_what_is_as_predicted_changes_nothing(kept, monkeypatch):
     assert all(Findings.load(file).step is None for file in kept.iterdir())
 
 
+def test_a_graph_is_timed_once_however_often_it_is_compiled(kept, monkeypatch):
+    """DDP's pieces share their code: when one is compiled again, all are."""
+    step, graphs = train(BUSY, monkeypatch, FIRST + 16)
+    asked = []
+    monkeypatch.setattr(backend, "clock_of", asked.append)
+    torch._dynamo.reset()
+    step(torch.randn(8192, 256)).square().mean().backward()
+    assert len(graphs) == 2
+    assert not asked
+
+
 def test_a_plan_tells_of_the_step_in_json():
     assert Plan("hot", (), step=BUSY).to_json()["step"] == dataclasses.asdict(BUSY)
 
