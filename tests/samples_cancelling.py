@@ -85,6 +85,25 @@ def two_towers(f, x):
     return F.cross_entropy(a @ b.t(), torch.arange(512))
 
 
+def preference(f, x):
+    good, bad = halves(f(x).log_softmax(1)[:, 0])
+    return -F.logsigmoid(0.1 * (good - bad)).mean()
+
+
+def covariances(f, x):
+    a, b = halves(f(x))
+    return (a.T.cov() - b.T.cov()).square().mean()
+
+
+def means(f, x):
+    a, b = halves(f(x))
+    return (a.mean(0) - b.mean(0)).square().sum()
+
+
+def shifted(f, x):
+    return (f(x) - f(x + 0.02 * x.roll(1, 0))).square().mean()
+
+
 class Dropped(nn.Sequential):
     """Two passes of one batch, which differ by dropout only."""
 
@@ -112,6 +131,10 @@ CASES = {
         lambda: torch.rand(1024, 2) * 2 - 1,
     ),
     "two towers": (lambda: mlp(64, 32), two_towers, near_pairs),
+    "preference": (lambda: mlp(64, 8), preference, near_pairs),
+    "covariances": (lambda: mlp(64, 16), covariances, near_pairs),
+    "means": (lambda: mlp(64, 16), means, near_pairs),
+    "shifted": (lambda: mlp(64, 8), shifted, offset),
     "R-Drop": (lambda: Dropped(*mlp(64, 8)), r_drop, lambda: torch.randn(512, 64)),
 }  # fmt: skip
 """(model, loss of (f, x), x), each made anew."""
