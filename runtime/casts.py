@@ -8,6 +8,7 @@ operator it costs the host ten times that. Importing this registers it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,9 +42,13 @@ torch.library.register_fake("hot::cast_together")(_cast_shapes)
 
 @taught
 def lowered() -> None:
-    """Teach Inductor the operator: as it lowers PyTorch's own operators on lists of tensors."""
+    """Teach Inductor the operator: as it lowers PyTorch's own operators on lists of tensors.
+
+    And have it schedule such lists beside kernels whose loops it turns.
+    """
     from torch._inductor.codegen.common import BackendFeature
     from torch._inductor.lowering import register_lowering, to_dtype
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode, SchedulerNode
     from torch._inductor.virtualized import V
 
     @register_lowering(torch.ops.hot.cast_together.default, type_promotion_kind=None)
@@ -54,3 +59,14 @@ def lowered() -> None:
                 one.realize()
             V.graph.register_operation_list([one.get_operation_name() for one in made])
         return made
+
+    # torch before 2.14 asserts that what stands in a list was fused with nothing when it looks for
+    # loops in another order; later ones leave such a list as it is
+    node: Any = ForeachKernelSchedulerNode
+    reorder = node.reorder_loops_by_dep_pair
+
+    @functools.wraps(reorder)
+    def reorder_single_ones(self: Any, *deps: Any) -> bool:
+        return all(isinstance(n, SchedulerNode) for n in self.snodes) and reorder(self, *deps)
+
+    node.reorder_loops_by_dep_pair = reorder_single_ones

@@ -49,6 +49,7 @@ def count_together(graph: fx.Graph) -> int:
     """The same of numbers that a step adds one to, each a tensor of its own: how many there are."""
     found = count_groups(graph)
     for group in found:
+        casts.lowered()  # lists are scheduled
         emit = Emitter(graph, group[0], group[0])
         made = emit(aten._foreach_add.Scalar, [node.args[0] for node in group], 1)
         for node, part in zip(group, emit.parts(made), strict=True):

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.exact import casts
+from hot_compile.runtime.casts import lowered
 
 BF16 = torch.bfloat16
 
@@ -127,3 +128,25 @@ def test_counts_of_steps_are_one_call(device):
     values = [torch.tensor(n) for n in range(3)] + [torch.tensor(0.5)]
     fx.GraphModule({}, graph)(*values)
     assert [value.item() for value in values] == [1, 2, 3, 1.5]
+
+
+def test_a_list_of_fused_kernels_keeps_the_order_of_its_loops():
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode
+
+    assert lowered()
+    lists, fused = (object.__new__(c) for c in (ForeachKernelSchedulerNode, FusedSchedulerNode))
+    lists.snodes, fused.snodes = [fused], []
+    assert lists.reorder_loops_by_dep_pair(None, None) is False
+
+
+@pytest.mark.gpu
+def test_casts_of_kernels_beside_a_loop_in_another_order():
+    """An EfficientNet's block in channels last: its backward did not compile on torch 2.11."""
+    block = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Conv2d(32, 32, 1), torch.nn.BatchNorm2d(32), torch.nn.SiLU())
+          for _ in range(3)),
+    ).cuda()  # fmt: skip
+    step = torch.compile(block, backend="hot", options={"strict": True})
+    with torch.autocast("cuda", BF16):
+        step(torch.randn(4, 32, 15, 17, device="cuda")).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in block.parameters())
