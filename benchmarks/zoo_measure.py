@@ -136,7 +136,15 @@ def noisy_gradients(built: Built) -> dict[str, Tensor]:
         own = saved.untyped_storage().data_ptr() in weights
         if own or not saved.is_floating_point() or saved.nbytes < LARGE:
             return saved
-        return saved * (1 + NOISE * torch.randn_like(saved))  # keeps zeros and signs, so masks, too
+        noisy = saved * (
+            1 + NOISE * torch.randn_like(saved)
+        )  # keeps zeros and signs, so masks, too
+        if 0 in saved.stride():
+            return noisy
+        # as it lies in memory: kernels of attention read no bias whose rows begin anywhere
+        return torch.empty_strided(
+            saved.shape, saved.stride(), dtype=saved.dtype, device=saved.device
+        ).copy_(noisy)
 
     handles = [m.register_forward_hook(listen) for m in built.model.modules() if _multiplies(m)]
     try:
