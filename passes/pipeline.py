@@ -64,7 +64,7 @@ from hot_compile.passes.storage.crossers import (
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.layout import mark_channels_last
 from hot_compile.passes.storage.pieces import materialise, work_out_in_pieces
-from hot_compile.passes.storage.predicted_peak import Rise
+from hot_compile.passes.storage.predicted_peak import Rise, Room
 from hot_compile.passes.storage.prices import (
     LAUNCH,
     StoragePrice,
@@ -143,7 +143,8 @@ def _price(joint: Joint) -> int:
 
 def _plan(joint: Joint) -> int:
     context = joint.context
-    args = (joint.sites, context.config, joint.prices, context.profile, joint.found)
+    room = Room(joint.graph, context.config.memory is not Memory.OFF)
+    args = (joint.sites, context.config, joint.prices, context.profile, joint.found, room)
     joint.plan = dataclasses.replace(
         plan(*args), heads=joint.heads, step=joint.step, known=context.known
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +18,7 @@ from hot_compile.passes.cost.linear import (
     Price,
     Rates,
     Shape,
+    layer_bytes,
     layer_price,
 )
 from hot_compile.passes.exact.forms import Candidate, FormDecision
@@ -32,6 +33,7 @@ from hot_compile.passes.layers.decision import (
 from hot_compile.passes.layers.strategies import STRATEGIES, Spec
 from hot_compile.passes.profile import lqs
 from hot_compile.passes.profile.profile import LayerProfile, Profile
+from hot_compile.passes.storage.predicted_peak import LEAST
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.runtime.reference.sizes import ONE_READ_RANKS
 
@@ -118,6 +120,7 @@ def plan(
     prices: Prices,
     profile: Profile | None = None,
     found: Sequence[Candidate] = (),
+    room: Callable[[fx.Node], int] | None = None,
 ) -> Plan:
     """Choose a strategy for every Site, its forward, and which operators get a faster exact form.
 
@@ -127,6 +130,8 @@ def plan(
         prices: of every Site's device.
         profile: what calibration measured of this model, if it did.
         found: what can take an exact form.
+        room: bytes that a layer may make where its first exact product stands, until the step
+            takes more memory than it does exact.
 
     Raises:
         ProfileMismatchError: the profile is of another model.
@@ -136,7 +141,7 @@ def plan(
     layers = profile.layers if profile is not None else {}
     own = dict(config.rates)
     prices = {d: r if isinstance(r, str) else r.override(own) for d, r in prices.items()}
-    decisions = [_decide(site, config, prices, layers.get(site.name)) for site in sites]
+    decisions = [_decide(site, config, prices, layers.get(site.name), room) for site in sites]
     forwards = _forwards(sites, config, prices, layers) if config.forward == "int8" else ()
     chosen = [s for s, f in zip(sites, forwards) if f.int8]  # noqa: B905  (or no forwards at all)
     taken = {s.nodes.forward: "its forward is rewritten" for s in chosen if s.nodes}
@@ -176,7 +181,13 @@ def _decide_form(
     return FormDecision(candidate.layer, candidate.form.name, not problem, reason)
 
 
-def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile | None) -> Decision:
+def _decide(
+    site: Site,
+    config: HotConfig,
+    prices: Prices,
+    layer: LayerProfile | None,
+    room: Callable[[fx.Node], int] | None,
+) -> Decision:
     if site.refusal:
         return _decision(site, config, Strategy.EXACT, site.refusal)
     rates = prices[site.device]
@@ -203,7 +214,20 @@ def _decide(site: Site, config: HotConfig, prices: Prices, layer: LayerProfile |
         why = f"not worth it: {decision.way} predicted {decision.predicted_gain:.2f}x exact"
         why += _would_pay(site, decision, rates, config)
         return _decision(site, config, Strategy.EXACT, why, rates)
+    above = _above(site, decision, config, room) if room else 0
+    if above > 0:
+        why = f"{decision.way} would take {above / 2**20:.0f} MiB above the step's exact peak"
+        return _decision(site, config, Strategy.EXACT, why, rates)
     return decision
+
+
+def _above(site: Site, d: Decision, config: HotConfig, room: Callable[[fx.Node], int]) -> int:
+    """By how many bytes the step's peak would rise for what the layer makes on its way."""
+    if not isinstance(site.nodes, SiteNodes):
+        return 0
+    made = layer_bytes(d.strategy, d.how(site.nodes), shape_of(site, config.rank))
+    products = [n for n in (site.nodes.grad_input, site.nodes.grad_weight) if n is not None]
+    return made - room(min(products)) if made > LEAST else 0
 
 
 def _without_gain(

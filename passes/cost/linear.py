@@ -10,7 +10,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -126,6 +126,14 @@ def exact_backward(how: How) -> Cost:
     return exact_cost(how.gx + how.gw, how.summed)
 
 
+class Entry(NamedTuple):
+    """One operator on a bill."""
+
+    cost: Cost
+    read: tuple[Sized, ...]
+    made: tuple[Sized, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sized:
     """In the place of a 2-D tensor in a strategy's function: its size, and a bill to add costs to.
@@ -133,7 +141,7 @@ class Sized:
     An operator called on it computes nothing; what it costs goes on the bill, by ``PRICES``.
     """
 
-    bill: list[Cost]
+    bill: list[Entry]
     rows: sympy.Expr
     columns: sympy.Expr
     element: sympy.Expr = E
@@ -162,7 +170,11 @@ class Sized:
     def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put ``op`` on the bill and give its results' sizes."""
         cost, results = PRICES[op](*args, **(kwargs or {}))
-        next(a for a in args if isinstance(a, Sized)).bill.append(cost)
+        read, made = (
+            tuple(a for a in given if isinstance(a, Sized))
+            for given in (args, results if isinstance(results, tuple) else (results,))
+        )
+        read[0].bill.append(Entry(cost, read, made))
         return results
 
 
@@ -301,18 +313,46 @@ PRICES: dict[Any, Callable[..., tuple[Cost, Any]]] = {
 
 def layer_cost(strategy: Strategy, how: How) -> Cost:
     """All that ``strategy`` does in a layer's backward, exact products that it leaves included."""
-    return _layer_cost(STRATEGIES[strategy], how)
+    return _layer_bill(STRATEGIES[strategy], how)[0]
+
+
+def layer_bytes(strategy: Strategy, how: How, shape: Shape) -> int:
+    """The most bytes at once of what ``strategy`` makes, its results included."""
+    return int(at(_layer_bill(STRATEGIES[strategy], how)[1], shape))
 
 
 @cache
-def _layer_cost(spec: Spec, how: How) -> Cost:
-    bill: list[Cost] = []
+def _layer_bill(spec: Spec, how: How) -> tuple[Cost, sympy.Expr]:
+    """What a layer's backward costs, and the most bytes at once of what it makes."""
+    bill: list[Entry] = []
     g, x, weight = Sized(bill, L, O), Sized(bill, L, I), Sized(bill, O, I)
     if how.weight_is_io:
         weight = Sized(bill, I, O)
     found = spec(g, x, weight, how)  # type: ignore[arg-type]
     left = (how.gx and found.gx is None) + (how.gw and found.gw is None)
-    return sum(bill, exact_cost(left, how.summed and found.sums is None))
+    cost = exact_cost(left, how.summed and found.sums is None)
+    return sum((entry.cost for entry in bill), cost), _most(bill, found)
+
+
+def _most(bill: list[Entry], results: tuple[Any, ...]) -> sympy.Expr:
+    """Bytes made, each from where it is made to where it is last read; ``results`` to the end."""
+    spans: list[list[Any]] = []  # bytes, first, last
+    memory: dict[int, list[Any]] = {}
+    for place, entry in enumerate([*bill, Entry(Cost(), results, ())]):
+        own = [memory[id(a)] for a in entry.read if id(a) in memory]
+        for span in own:
+            span[2] = place
+        for made in entry.made:
+            if entry.cost.calls:
+                memory[id(made)] = [made.bytes, place, place]
+                spans.append(memory[id(made)])
+            elif own:  # a view
+                memory[id(made)] = own[0]
+    at_once = (
+        sum(size for size, first, last in spans if first <= place <= last)
+        for place in range(len(bill))
+    )
+    return sympy.Max(0, *at_once, evaluate=False)
 
 
 def seconds(cost: Cost, rates: Rates, dtype: str) -> sympy.Expr:

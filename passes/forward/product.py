@@ -15,6 +15,7 @@ from hot_compile.passes.base.site import hint
 from hot_compile.passes.cost.linear import (
     Cost,
     E,
+    Entry,
     I,
     L,
     O,
@@ -146,14 +147,15 @@ def _plain_rows(x: Tensor) -> Rows:
 @cache
 def forward_cost(form: Form) -> Cost:
     """All that ``int8_product`` does."""
-    bill: list[Cost] = []
+    bill: list[Entry] = []
     x, weight = Sized(bill, L, I), Sized(bill, O, I)
     if form.rotated:
         given = Sized(bill, I, O) if form.weight_is_io else weight
         plain = dataclasses.replace(form, evened=False)
         args: Any = (x, given, None, None, plain, torch.float32)
         int8_product(*args)
-        return sum(bill, _evening_cost(form) if form.evened else Cost())
+        own = (entry.cost for entry in bill)
+        return sum(own, _evening_cost(form) if form.evened else Cost())
     read = weight.bytes if form.fused else x.bytes + weight.bytes
     written = x.values + weight.values
     product = Cost(int_ops=2 * L * O * I, results=L * O, calls=2)

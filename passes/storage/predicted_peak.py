@@ -9,14 +9,22 @@ the graph's, are not foreseen: that is measured.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import is_tangent, placeholders, returned, through_views
+from hot_compile.passes.base.graph import (
+    aten,
+    is_tangent,
+    made_of_tangents,
+    placeholders,
+    returned,
+    through_views,
+)
 from hot_compile.passes.base.operators import VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
@@ -26,6 +34,10 @@ from hot_compile.passes.storage.prices import fuses, held_bytes
 Fused = Callable[[Crosser, Scheme], bool]
 """Whether the kernels that read a tensor restore it on their way, so that it is never whole."""
 _NONE: frozenset[Crosser] = frozenset()
+LEAST = 2**25
+"""Bytes by which a step may rise higher for a layer's sake."""
+_TOLERANCE = 100
+"""Which part of its peak it may, too."""
 
 
 class Rise:
@@ -125,12 +137,64 @@ class Rise:
         changes[max(first, last) + 1] -= size
 
 
+class Room:
+    """How much a layer's backward may make until a step rises above what it does exact.
+
+    Of a joint graph that is exact yet. What the forward makes and the backward reads waits in half
+    of its bytes at most, if it is to be stored (``stores``): that room is there, too.
+    """
+
+    def __init__(self, joint: fx.Graph, stores: bool) -> None:
+        self._joint, self._stores = joint, stores
+
+    def __call__(self, first: fx.Node) -> int:
+        """Where the layer's first exact product, ``first``, stands."""
+        place, curve, waiting = self._curves
+        peak, at = max(curve), place[first]
+        spare = waiting[at] // 2 if self._stores else 0
+        return peak + max(peak // _TOLERANCE, LEAST) - (curve[at] - _bytes(first)) + spare
+
+    @functools.cached_property
+    def _curves(self) -> tuple[dict[fx.Node, int], list[int], list[int]]:
+        """Each node's place, bytes at every place, and those of them that cross."""
+        graph, backward = self._joint, made_of_tangents(self._joint)
+        half, ends = _Half(graph), {base(n) for n in returned(graph) if isinstance(n, fx.Node)}
+        turn = min(half.place[n] for n in backward if n.op != "placeholder")
+        last, again = dict(half.last), dict[fx.Node, int]()
+        for node in half.written:
+            if node not in backward and last[node] > turn and (source := _smaller(node)):
+                last[source] = max(last[source], last[node])
+                again[node] = last[node] = half.last_before(node, backward)
+        every, waiting = ([0] * (len(graph.nodes) + 1) for _ in range(2))
+        for node in half.written:
+            if again.get(node, 0) >= 0:
+                end = len(graph.nodes) - 1 if node in ends else last[node]
+                Rise._add(every, half.place[node], end, _bytes(node))
+                if node not in backward and end > turn and node not in ends:
+                    Rise._add(waiting, half.place[node], end, _bytes(node))
+        curve, crossing = (list(itertools.accumulate(c[:-1])) for c in (every, waiting))
+        return half.place, curve, crossing
+
+
+def _smaller(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is worked out of, element by element, if that takes less memory: it crosses
+    then, and the backward's kernels work ``node`` out again."""
+    source, size = node, _bytes(node)
+    while _in_kernel(source) or source.target in VIEWS:
+        large = [n for n in source.all_input_nodes if 4 * _bytes(n) >= size]
+        if len(large) != 1:
+            break
+        source = large[0]
+    source = base(source)
+    return source if _bytes(source) < size else None
+
+
 class _Half:
     """When each piece of memory of one graph is first written and last read."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place: dict[fx.Node, int] = {node: place for place, node in enumerate(graph.nodes)}
-        levels = _levels(graph)
+        self._levels = levels = _levels(graph)
         self.written = [node for node in graph.nodes if _is_written(node, levels)]
         for node in self.written:  # a part is there when all of them are
             if node.target is operator.getitem:
@@ -145,6 +209,13 @@ class _Half:
                 for read in {node, memory}:
                     self.last[read] = max(self.last[read], place)
                     self._first.setdefault(read, place)
+
+    def last_before(self, node: fx.Node, later: Set[fx.Node]) -> int:
+        """Where ``node`` is last read but by ``later``; -1: that needs it nowhere in memory."""
+        others = [user for user in through_views(node) if user not in later]
+        if not _is_read(node, self._levels, others):
+            return -1
+        return max(self.place[user] for user in others)
 
     def span(self, node: fx.Node) -> tuple[int, int]:
         """First and last place where ``node`` is read."""
@@ -161,11 +232,16 @@ def _is_written(node: fx.Node, levels: Mapping[fx.Node, int]) -> bool:
     """``node`` is memory of its own: it is not a view, and not worked out within a kernel."""
     if node.op != "call_function" or node.target in VIEWS or not _bytes(node):
         return False
-    if not fuses(node):
+    if not _in_kernel(node):
         return True
+    return _is_read(node, levels, through_views(node))
+
+
+def _is_read(node: fx.Node, levels: Mapping[fx.Node, int], users: Iterable[fx.Node]) -> bool:
+    """Some of ``users`` are no part of the kernel that makes ``node``."""
     return any(
-        user.op == "output" or not fuses(user) or levels[user] != levels[node]
-        for user in through_views(node)
+        user.op == "output" or not _in_kernel(user) or levels[user] != levels[node]
+        for user in users
     )
 
 
@@ -186,6 +262,13 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
     return levels
 
 
+def _in_kernel(node: fx.Node) -> bool:
+    """``fuses``, or a constant, or one with another value in some places (labels' one-hot)."""
+    base = node.args[0] if node.target is aten.scatter.value else node
+    constant = isinstance(base, fx.Node) and base.target is aten.full.default
+    return constant or fuses(node)
+
+
 def _passes(node: fx.Node) -> bool:
     """It is a kernel of Inductor's, or none."""
-    return fuses(node) or node.target in VIEWS or node.target is operator.getitem
+    return _in_kernel(node) or node.target in VIEWS or node.target is operator.getitem

@@ -297,3 +297,26 @@ def test_a_gpu_without_products_in_this_runtime_says_so(capability):
 def test_tf32_changes_what_exact_costs():
     rates = cuda_rates((9, 0), tf32=True)
     assert rates.exact["float32"] == RATES["sm90"].exact["tfloat32"]
+
+
+def test_a_layer_that_would_raise_the_steps_peak_stays_exact():
+    one = site(lead=(8, 4096), outputs=4096, inputs=4096, dtype=torch.bfloat16)
+    config, prices = HotConfig(), {one.device: RATES["sm90"]}
+    made = decide(one, RATES["sm90"])
+    assert made.strategy == "int8"
+    least = cost.layer_bytes(made.strategy, made.how(one.nodes), cost.Shape(2**15, 4096, 4096, 2))
+    for room, strategy in ((least, "int8"), (least - 2**20, "exact")):
+        (decision,) = plan([one], config, prices, room=lambda _, room=room: room).decisions
+        assert decision.strategy == strategy, decision.reason
+    assert decision.reason == "INT8 products would take 1 MiB above the step's exact peak"
+    forced = HotConfig.from_options({"override": {"*": "int8"}})
+    (decision,) = plan([one], forced, prices, room=lambda _: 0).decisions
+    assert decision.strategy == "int8"
+
+
+def test_what_a_layer_makes_is_what_was_measured():
+    """8192 x 128256 x 4096 on an H100, torch 2.11: 4829814784 bytes, its g_y among them."""
+    how = How(dtype=torch.bfloat16, one_read=True)
+    shape = cost.Shape(8192, 128256, 4096, 2)
+    made = cost.layer_bytes(Strategy.INT8, how, shape)
+    assert 8192 * 128256 * 2 + made == pytest.approx(4829814784, rel=1e-3)
