@@ -45,6 +45,9 @@ from hot_compile.memory import peak_bytes
 
 CONFIGS = "exact,exact+recompute,hot,hot:memory=off"
 STEPS = {"cuda": 5, "cpu": 1}
+WARM_UP = {"cuda": 60, "cpu": 4}
+"""Steps before anything is measured. Meanwhile hot looks at steps, times them, and compiles again
+by what it finds."""
 LONGEST, NAME = 40, 120
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WHISPER = {
@@ -216,7 +219,7 @@ class Stepper:
         with fresh_cache():
             self._waited(self.step)
         self.row.compile_s = time.perf_counter() - start
-        for _ in range(4):  # hot looks at steps 1, 2, 4 and 8
+        for _ in range(WARM_UP[self.device.type]):
             self._waited(self.step)
         self.row.peak_bytes = peak_bytes(self.step, self.device)
         if self.device.type == "cuda":

@@ -17,11 +17,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from .again import trains, twin
+from .again import compiled_for, trains, twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import RECIPES, HotConfig, Memory, split_options
 from .detached_logits import detach_logits, tied
-from .figures import graph_key, keeping
+from .figures import code_key, graph_key, keeping
 from .frameworks import trace_past_warnings
 from .guarantee import Guaranteed, Way
 from .inductor import existing_passes, inductor_patches
@@ -31,13 +31,12 @@ from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.draws import drawn_alike, draws
 from .observing.eager import Eager, Heads, room
-from .observing.gauge import Gauge, Watched
+from .observing.gauge import Differs, Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
-from .observing.step_clock import clock_of
 from .observing.stretches import without_logits, without_regions
 from .observing.walk import TooLarge
 from .observing.watching import Doubled, Twin, Watch
-from .passes.base.graph import module_path, readable
+from .passes.base.graph import readable
 from .passes.base.site import bytes_of
 from .passes.context import Context
 from .passes.cost.devices import pricing
@@ -45,11 +44,10 @@ from .passes.cost.linear import Pricing
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
-from .passes.pipeline import sources_hash
 from .passes.plan import Plan
 from .passes.profile.profile import Profile
+from .passes.storage.step_time import StepTime
 from .record import NO_PLAN, Dump, GraphReport, Held, Listener, Recorder, run_uncompiled
-from .runtime.native.providers import runtime_version
 from .runtime.planes import RESTORED_OPERATIONS
 from .schedule import Scheduled, current_bits
 from .stand_in import stand_in
@@ -211,7 +209,7 @@ class _Graph:
         budget = None if observation else self.budget
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
-        key = _identity(self, config, profile)
+        key = self._identity(config, profile)
         context = Context(
             config=config,
             inputs=self.inputs,
@@ -262,9 +260,13 @@ class _Graph:
         """Of the graph, its inputs and how it is compiled: the same in every process."""
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         patches = sorted((name, repr(value)) for name, value in self.patches.items())
-        identity = _identity(self, self.asked, None)
+        identity = self._identity(self.asked, None)
         parts = readable(self.gm), key, patches, identity, torch.__version__, gpu
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _identity(self, config: HotConfig, profile: Profile | None) -> str:
+        prices = [repr(self.prices(device)) for device in self.devices]
+        return code_key(self.gm, self.inputs, config, profile, (prices, self.known.step))
 
     @property
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
@@ -329,6 +331,23 @@ class _Graph:
         thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
         return Watch(run, Doubled(quick, thorough, gauge, random), names, gauge)
 
+    def changes_by(self, config: HotConfig, profile: Profile | None) -> Differs:
+        """What says whether it comes out otherwise if a step takes so long; nothing is lowered."""
+        if self.budget or config.schedule:  # a ledger is not to be asked twice
+            return lambda args, step: True
+        gm, bare, before = twin(self.gm), self._bare, self.known.step
+
+        def digest(args: Sequence[Any], step: StepTime | None) -> str:
+            def planned(gm: fx.GraphModule, fakes: Sequence[Any]) -> Any:
+                known = dataclasses.replace(bare.known, step=step)
+                own = dataclasses.replace(bare, gm=gm, example_inputs=fakes, done=[], known=known)
+                own.compile(config, profile)
+                return own.done[-1].digest
+
+            return compiled_for(gm, args, planned)[0]  # type: ignore[return-value]
+
+        return lambda args, step: digest(args, step) != digest(args, before)
+
     def _heads(self, config: HotConfig) -> Heads | None:
         """How a part of the graph is computed exactly, with heads in chunks; None if it has none.
 
@@ -338,22 +357,25 @@ class _Graph:
             return None
         kept = {name: getattr(config, name) for name in ("head", "keep_head", "head_min_bytes")}
         exact = dataclasses.replace(RECIPES["exact"], **kept)
-        bare = dataclasses.replace(
-            self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=(), asked=exact, recorder=None,
-            listener=None, inner_compile=run_uncompiled, patches=self.patches | _NEW_GRAPH,
-        )  # fmt: skip
+        bare = dataclasses.replace(self._bare, asked=exact)
 
         def compile_part(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-            done: list[GraphReport] = []
-            part = dataclasses.replace(
-                bare, gm=gm, example_inputs=fakes, inputs=graph_inputs(gm), done=done
-            )
+            inputs = graph_inputs(gm)
+            part = dataclasses.replace(bare, gm=gm, example_inputs=fakes, inputs=inputs, done=[])
             run = part.compile(exact)
-            if any(head.chunked for report in done for head in report.plan.heads):
+            if any(head.chunked for report in part.done for head in report.plan.heads):
                 return run
             raise TooLarge("a head's logits are too large as a whole")
 
         return Heads(config.head_min_bytes, compile_part)
+
+    @property
+    def _bare(self) -> _Graph:
+        """To compile parts of it, or it again, without lowering: nobody else is told of that."""
+        return dataclasses.replace(
+            self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=(), recorder=Dump(),
+            listener=None, inner_compile=run_uncompiled, patches=self.patches | _NEW_GRAPH,
+        )  # fmt: skip
 
     def _twin(
         self,
@@ -365,10 +387,11 @@ class _Graph:
     ) -> Twin:
         """An exact twin of ``gm``, which is kept; ``room``: as of :class:`Twin`."""
         patches = {**self.patches, "triton.cudagraphs": False}  # an observer is Python
-        bare = dataclasses.replace(self, gm=fx.GraphModule({}, fx.Graph()), example_inputs=())
+        inner = self.inner_compile
+        bare = dataclasses.replace(self._bare, inner_compile=inner, patches=patches)
 
         def compile_twin(gm: fx.GraphModule, fakes: Sequence[Any], seen: Observation) -> Any:
-            other = dataclasses.replace(bare, gm=gm, example_inputs=fakes, patches=patches)
+            other = dataclasses.replace(bare, gm=gm, example_inputs=fakes)
             return other.compile(config, profile, seen)
 
         return Twin(gm, compile_twin, observer, room)
@@ -444,13 +467,14 @@ def _accepted(
         return graph.finished(config, profile)
     gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
     gauge.path, gauge.settled = graph.path, graph.known.settled
+    differs = graph.changes_by(config, profile)
     watch = graph.looked_at(config, profile, gauge)
     if not graph.changed:
         return watch.usual
     graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
-    known = graph.path.stem in monitor.times  # a graph is timed once, however often it is compiled
-    watched.clock = None if known else clock_of(graph.devices)
+    watched.clock = monitor.clock(graph.path, graph.devices)
+    watched.differs = differs
     return monitor.watches((graph.code, graph.trained), watched)
 
 
@@ -472,24 +496,3 @@ def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable
 def _runs_operators(graph: _Graph) -> bool:
     """Every device has a runtime: else nothing is rewritten, and there is nothing to choose."""
     return not any(isinstance(graph.prices(device), str) for device in graph.devices)
-
-
-def _identity(graph: _Graph, config: HotConfig, profile: Profile | None) -> str:
-    """Digest of all that changes the compiled code besides the graph itself.
-
-    Module paths count because include, exclude and override match on them.
-    """
-    paths = sorted({module_path(node) or "" for node in graph.gm.graph.nodes})
-    prices = [repr(graph.prices(device)) for device in graph.devices]
-    content = profile.content_hash() if profile else None
-    parts = (
-        sources_hash(),
-        runtime_version(),
-        config.stable_hash(),
-        graph.inputs,
-        graph.known.step,
-        paths,
-        prices,
-        content,
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -19,11 +19,13 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from .config import OBJECTS, Strategy
+from .config import OBJECTS, HotConfig, Strategy
 from .passes.base.files import write_whole
-from .passes.base.graph import readable
+from .passes.base.graph import module_path, readable
+from .passes.layers.match import GraphInputs
 from .passes.pipeline import sources_hash
 from .passes.plan import Plan
+from .passes.profile.profile import Profile
 from .record import GraphReport, Listener
 from .runtime.native.providers import runtime_version
 
@@ -103,6 +105,23 @@ def graph_key(
     """Digest of :func:`graph_facts`."""
     facts = graph_facts(gm, example_inputs, mode, options)
     return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def code_key(
+    gm: fx.GraphModule,
+    inputs: GraphInputs,
+    config: HotConfig,
+    profile: Profile | None,
+    more: object,
+) -> str:
+    """Digest of all that changes the compiled code besides the graph itself, ``more`` among it.
+
+    Module paths count because include, exclude and override match on them.
+    """
+    paths = sorted({module_path(node) or "" for node in gm.graph.nodes})
+    content = profile.content_hash() if profile else None
+    ours = sources_hash(), runtime_version(), config.stable_hash()
+    return hashlib.sha256(repr((*ours, inputs, paths, content, more)).encode()).hexdigest()
 
 
 def graph_facts(

@@ -159,7 +159,7 @@ def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):
     (file,) = kept.iterdir()
     assert json.loads(file.read_text()) == {
         "demoted": {}, "raised": {}, "stored": {}, "settled": True, "step": None,
-        "lighter": {}, "because": "",
+        "timed": False, "lighter": {}, "because": "",
     }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import hot_compile
-from hot_compile import backend
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing import acceptance
@@ -36,37 +35,55 @@ class Event:
         return (other.seconds - self.seconds) * 1e3
 
 
-def marking(forward, backward, gpu):
-    """Marks of a host that takes so long for a forward and a backward, and of a GPU for both."""
+def marking(host_takes, gpu_takes):
+    """Marks of a host and of a GPU that take so long for a step."""
     host, behind = 100.0, 0.0
     yield Mark(host, Event(host - 93.0))  # another clock
     while True:
-        for seconds, its in ((0.0, 0.0), (forward, gpu / 3), (0.001, 0.0), (backward, gpu * 2 / 3)):
+        for seconds, its in ((0.001, 0.0), (host_takes, gpu_takes)):
             host += seconds
             behind = max(0.0, behind + its - seconds)
             yield Mark(host, Event(host + behind - 93.0))
 
 
-def timed(forward, backward, gpu, steps=20):
-    marks = marking(forward, backward, gpu)
-    clock, weight = StepClock(lambda: next(marks)), torch.ones(4, 4, requires_grad=True)
-    run = torch.compile(lambda x: (x @ weight).sum(), backend="aot_eager")
-    for _ in range(steps):
-        if clock.wants_more:
-            clock(lambda *a: (run(a[0]),), [torch.ones(4, 4, requires_grad=True)])[0].backward()
+def piece(x):
+    """A graph as the clock has it, which gives a tuple."""
+    return (_piece(x),)
+
+
+@functools.partial(torch.compile, backend="aot_eager")
+def _piece(x):
+    return (x @ torch.ones(4, 4)).sin()
+
+
+def timed(host, gpu, pieces=1):
+    """A step of so many graphs, one behind the other."""
+    marks = marking(host, gpu)
+    clock = StepClock(lambda: next(marks))
+    for _ in range(FIRST + 12):
+        assert clock.wants_more
+        x = torch.ones(4, 4, requires_grad=True)
+        for number in range(pieces):
+            assert clock.read() is None
+            (x,) = clock(piece, [x], number)
+        x.sum().backward()
     assert not clock.wants_more
+    assert clock.graphs == set(range(pieces))
     return clock
 
 
-def test_a_gpu_that_is_as_far_as_its_host_waits_for_it():
-    found = timed(0.002, 0.004, gpu=0.003).read()
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_gpu_that_is_as_far_as_its_host_waits_for_it(pieces):
+    found = timed(0.006, 0.003, pieces).read()
     assert found.waits
     assert found.host == pytest.approx(0.006)
     assert found.slack == SLACK * found.host
+    assert dataclasses.replace(found, share=0.5).slack == SLACK * found.host / 2
 
 
-def test_a_gpu_that_falls_behind_does_not():
-    found = timed(0.002, 0.004, gpu=0.009).read()
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_gpu_that_falls_behind_does_not(pieces):
+    found = timed(0.006, 0.009, pieces).read()
     assert not found.waits_for_host
     assert found.device == pytest.approx(0.009, rel=0.2)
     assert found.slack == SLACK * found.device
@@ -75,14 +92,55 @@ def test_a_gpu_that_falls_behind_does_not():
 
 
 def test_it_is_never_waited_for_the_gpu():
-    clock = timed(0.002, 0.004, gpu=0.009)
-    clock._spans[-1][3].event.done = False
+    clock = timed(0.006, 0.009)
+    clock._spans[-1][1].event.done = False
     assert clock.read() is None
 
 
+def test_only_whole_steps_count_and_looks_do_not():
+    clock = StepClock(functools.partial(next, marking(1e-3, 1e-3)))
+
+    def step(*usual):
+        x = torch.ones(4, 4, requires_grad=True)
+        for number, each in enumerate(usual):
+            (x,) = clock(piece, [x], number, each)
+        assert clock.read() is None
+        return x.sum()
+
+    for _ in range(FIRST):
+        step(True, True).backward()
+    assert not clock._spans
+    step(True, False).backward()
+    step(False, True).backward()
+    assert not clock._spans
+    dropped = step(True, True)
+    del dropped  # a step without a backward, as one whose loss is not finite
+    step(True, True).backward()
+    assert len(clock._spans) == 1
+
+    x = torch.ones(4, 4, requires_grad=True)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda x: clock(piece, clock(piece, [x], 0), 1)[0], x, use_reentrant=False
+    )
+    again.sum().backward()  # computes both again
+    assert len(clock._spans) == 2
+    clock.again()
+    assert not clock.graphs
+
+
+def test_what_is_read_between_steps_all_parts_get_to_know():
+    clock = timed(0.006, 0.009)
+    x = torch.ones(4, 4, requires_grad=True)
+    (y,) = clock(piece, [x], 0)
+    assert clock.read() is None
+    y.sum().backward()
+    assert clock.read()
+    (y,) = clock(piece, [x], 0)
+    assert clock.read()
+
+
 def test_without_backwards_it_gives_up():
-    marks = marking(1e-3, 1e-3, 1e-3)
-    clock = StepClock(lambda: next(marks))
+    clock = StepClock(functools.partial(next, marking(1e-3, 1e-3)))
     while clock.wants_more:
         clock(lambda x: (x,), [torch.ones(2)])
     assert clock.vain
@@ -91,12 +149,14 @@ def test_without_backwards_it_gives_up():
 class Told(StepClock):
     """A clock that needs no GPU."""
 
-    def __init__(self, found):
+    def __init__(self, told):
         super().__init__(lambda: Mark(0.0, Event(0.0)))
-        self._found = found
+        self._told = told
 
     def read(self):
-        return self._found
+        if super().read() is not None:
+            self.found = self._told
+        return self.found
 
 
 @pytest.fixture
@@ -105,13 +165,22 @@ def kept(tmp_path, monkeypatch):
     return tmp_path / "accepted"
 
 
-def train(found, monkeypatch, steps):
+class Broken(nn.Sequential):
+    """Each layer is a graph of its own."""
+
+    def forward(self, x):
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[1](x)
+
+
+def train(found, monkeypatch, steps, broken=False):
     """A net whose GPU, one of an H200's rates, is said to have been timed so."""
     torch._dynamo.reset()
-    monkeypatch.setattr(backend, "clock_of", lambda devices: Told(found))
+    monkeypatch.setattr(acceptance, "clock_of", lambda devices: Told(found))
     torch.manual_seed(0)
     reports = Reports()
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
+    model = (Broken if broken else nn.Sequential)(nn.Linear(256, 256), nn.Linear(256, 256))
     rates = dataclasses.replace(RATES["sm90"], launch=1e-9)
     keywords = {"inner_compile": run_uncompiled, "prices": lambda device: rates}
     step = torch.compile(
@@ -142,6 +211,39 @@ def test_a_step_that_waits_is_compiled_once_more_with_fewer_launches(kept, monke
     assert "known to take" in caplog.text
 
 
+def test_several_graphs_of_a_step_are_decided_together(kept, monkeypatch, caplog):
+    """In one step, once, and with one line."""
+    step, graphs = train(WAITS, monkeypatch, FIRST + 16, broken=True)
+    assert len(graphs) == 4
+    for before, after in zip(graphs[:2], graphs[2:], strict=True):
+        assert before.plan.rewritten
+        assert not after.plan.rewritten
+        assert after.plan.step == dataclasses.replace(WAITS, share=after.plan.step.share)
+        assert after.plan.step.share == pytest.approx(0.5, rel=0.3)
+    assert caplog.text.count("compiled again for that, once") == 1
+    assert str(hot_compile.certificate(step)).count("(measured)") == 1
+
+    train(BUSY, monkeypatch, 1, broken=True)
+    assert caplog.text.count("known to take") == 1
+
+
+def test_what_would_come_out_the_same_is_not_compiled_again(kept, monkeypatch, caplog):
+    """An exact form at most, and nothing that crosses: what a step takes changes nothing."""
+    monkeypatch.setitem(OPTIONS, "override", {"*": "int8"})
+    monkeypatch.setitem(OPTIONS, "memory", "off")
+    step, graphs = train(WAITS, monkeypatch, FIRST + 16)
+    assert len(graphs) == 1
+    assert graphs[0].plan.rewritten
+    assert "compiled again" not in caplog.text
+    assert "(measured): the device waits" in str(hot_compile.certificate(step))
+    (file,) = kept.iterdir()
+    assert Findings.load(file).timed
+    asked = []
+    monkeypatch.setattr(acceptance, "clock_of", asked.append)
+    train(WAITS, monkeypatch, 1)
+    assert asked == []
+
+
 def test_what_is_as_predicted_changes_nothing(kept, monkeypatch):
     step, graphs = train(BUSY, monkeypatch, FIRST + 16)
     assert len(graphs) == 1
@@ -153,7 +255,7 @@ def test_a_graph_is_timed_once_however_often_it_is_compiled(kept, monkeypatch):
     """DDP's pieces share their code: when one is compiled again, all are."""
     step, graphs = train(BUSY, monkeypatch, FIRST + 16)
     asked = []
-    monkeypatch.setattr(backend, "clock_of", asked.append)
+    monkeypatch.setattr(acceptance, "clock_of", asked.append)
     torch._dynamo.reset()
     step(torch.randn(8192, 256)).square().mean().backward()
     assert len(graphs) == 2

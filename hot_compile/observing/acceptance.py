@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from hot_compile.figures import graph_facts
 from hot_compile.observing.auto import step_being_compiled
 from hot_compile.observing.monitor import KEPT_AS, Monitor, Qualities
 from hot_compile.observing.raising import Stored, bits_by_tensor
+from hot_compile.observing.step_clock import StepClock, clock_of
 from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.tuned import in_job
 from hot_compile.passes.storage.step_time import StepTime
@@ -60,7 +61,9 @@ class Findings:
     settled: bool = False
     """The first looks found nothing any more."""
     step: StepTime | None = None
-    """How long its steps took, if that was not as predicted."""
+    """How long steps took, if it comes out otherwise by that."""
+    timed: bool = False
+    """How long they took changes nothing."""
     lighter: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options laid over the user's: they leave out what was measured to cost time."""
     because: str = ""
@@ -139,7 +142,10 @@ class Acceptance(Monitor):
         self.unseen: dict[str, str] = {}
         """Graphs that nobody can look at, and why."""
         self.times: dict[str, StepTime] = {}
-        """How long graphs' steps take, where that was measured."""
+        """How long the steps take that graphs are parts of, where that was measured."""
+        self._clock: StepClock | None = None
+        self._told: set[str] = set()
+        """What was said once."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Acceptance:
         """Of a step's copy, which is compiled by itself."""
@@ -155,7 +161,7 @@ class Acceptance(Monitor):
         if found is None:
             mine = Findings.load(path)
             found = self._known[path] = _agreed(path, 0, mine) or mine
-            if found:
+            if found and self._is_news(found.summary):
                 log.warning(
                     "hot: from the beginning %s, as earlier runs found (%s). `hot-compile profile "
                     "forget` forgets it, options={'accept': 'off'} goes without.",
@@ -169,13 +175,23 @@ class Acceptance(Monitor):
 
     def cannot_see(self, path: Path, why: str) -> bool:
         """A graph's steps cannot be looked at, if there is a reason, which is said once."""
-        if why and why not in self.unseen.values():
+        if why and self._is_news(why):
             log.warning(
                 "hot: gradients are not compared with exact ones: %s (docs/acceptance.md)", why
             )
         if why:
             self.unseen[path.stem] = why
         return bool(why)
+
+    def clock(self, path: Path, devices: Sequence[torch.device]) -> StepClock | None:
+        """Of the steps that a graph which was just compiled is a part of; None: they are known."""
+        if path.stem in self.times or self._known[path].timed:
+            return None
+        if self._clock is None or not self._clock.wants_more:
+            self._clock = clock_of(devices)
+        else:
+            self._clock.again()
+        return self._clock
 
     def due(self, forwards: int, settled: bool = False) -> bool:
         """As of a monitor; code that was found settled is looked at seldom from the beginning."""
@@ -228,21 +244,34 @@ class Acceptance(Monitor):
             assert gauge.path is not None
             known.save(gauge.path)
 
-    def timed(self, found: StepTime, gauge: Gauge) -> bool:
+    def timed(self, clock: StepClock, gauge: Gauge, differs: Callable[[StepTime], bool]) -> bool:
         """As of a monitor; what the first process of a job measured counts for all."""
         assert gauge.path is not None
+        assert clock.found is not None
         path, predicted = gauge.path, gauge.step
-        surprising = found.waits_for_host != (predicted is not None and predicted.waits_for_host)
+        whole = min(g.path for g in clock.graphs)  # agreed on once for all parts
+        mine = Findings(step=clock.found)
+        found = (_agreed(whole, "step", mine) or mine).step or clock.found
+        self.times[path.stem] = found
         mine = self._known[path]
-        if surprising:
-            mine = dataclasses.replace(mine, step=found, settled=False)
+        if found.waits_for_host != (predicted is not None and predicted.waits_for_host):
+            found = dataclasses.replace(found, share=_share(gauge, clock.graphs))
+            changes = _tried(differs, found)
+            new = {"step": found, "settled": False} if changes else {"timed": True}
+            mine = dataclasses.replace(mine, **new)
         agreed = _agreed(path, "time", mine) or mine
-        self.times[path.stem] = agreed.step or found
+        if agreed != self._known[path]:
+            self._keep(path, agreed)
         if agreed.step is None:
             return False
-        self._keep(path, agreed)
-        log.warning("hot: a step takes %s. It is compiled again for that, once.", agreed.step)
+        if self._is_news(text := str(found)):
+            log.warning("hot: a step takes %s. It is compiled again for that, once.", text)
         return True
+
+    def _is_news(self, text: str) -> bool:
+        """It was not said of another graph."""
+        known, self._told = text in self._told, self._told | {text}
+        return not known
 
     def _parts(self) -> Iterator[dict[str, str]]:
         yield from (self.demoted, self.raised, self.stored)
@@ -256,6 +285,23 @@ class Acceptance(Monitor):
         self._known[path] = found
         self._take(found)
         found.save(path)
+
+
+def _tried(differs: Callable[[StepTime], bool], found: StepTime) -> bool:
+    """Whether that changes anything; not if nobody can tell."""
+    try:
+        return differs(found)
+    except Exception:
+        log.debug("hot: a graph cannot be planned anew", exc_info=True)
+        return False
+
+
+def _share(gauge: Gauge, graphs: Collection[Gauge]) -> float:
+    """Of a step: the part that one of its graphs is about, as predicted where all are."""
+    predicted = {graph: graph.step.device for graph in graphs if graph.step}
+    if gauge in predicted and len(predicted) == len(graphs):
+        return predicted[gauge] / sum(predicted.values())
+    return 1 / len(graphs)
 
 
 def of_step_being_compiled() -> Acceptance:

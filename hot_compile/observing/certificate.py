@@ -94,7 +94,7 @@ class Certificate:
         unseen = [f"{name} ({why})" for name, why in self.unseen.items()]
         more = [f"Not looked at: {'; '.join(unseen)}."] * bool(unseen)
         off = [f"{name}: {why}" for name, why in self.off.items()]
-        more += [f"A step takes {step}." for step in self.times.values()]
+        more += [f"A step takes {step}." for step in dict.fromkeys(map(str, self.times.values()))]
         more += [f"OVER BUDGET: {'; '.join(off[:3])}{' and more' * (len(off) > 3)}."] * bool(off)
         return " ".join([", ".join([*parts, count, *raised]) + ".", *more])
 

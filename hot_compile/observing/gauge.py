@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.observing.auto import forget
@@ -19,7 +21,7 @@ from hot_compile.observing.certificate import certificate
 from hot_compile.observing.evidence import Spread, Trace, judged
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
-from hot_compile.observing.step_clock import FIRST, StepClock
+from hot_compile.observing.step_clock import StepClock
 from hot_compile.observing.watching import Watch
 from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
@@ -43,6 +45,8 @@ _FORWARDS = 8
 """Most forwards of a look: a step may call a graph several times."""
 _OUTPUTS = 0.2
 """Relative error that outputs may have by an INT8 forward."""
+Differs = Callable[[Sequence[Any], StepTime], bool]
+"""(inputs of a graph, how long a step takes) -> whether that changes how it is compiled."""
 _AHEAD = 64
 """For so many forwards it is trusted that none is due: a monitor may be told otherwise."""
 
@@ -268,7 +272,8 @@ class Watched:
         self._monitor = monitor
         self._code = code
         self.clock: StepClock | None = None
-        """Times some steps, if that is wanted."""
+        """Times some steps, of which the graph is a part, if that is wanted."""
+        self.differs: Differs = lambda *_: True
         self._calls = 0
         self._idle = 0
         """Forwards up to which there is nothing to do but to run."""
@@ -279,11 +284,16 @@ class Watched:
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last watched backward showed is read here."""
-        if self._calls < self._idle:
+        clock = self.clock
+        if self._calls < self._idle and (clock is None or clock.wants_more):
             self._calls += 1
-            return self._usual(*args)
+            return self._usual(*args) if clock is None else clock(self._usual, args, self.gauge)
+        if not self._calls and any(isinstance(x, FakeTensor) for x in args):
+            return self._usual(*args)  # DDP's pieces are traced, each with what is compiled of it
         if not self._goes_on(args):
             self.conclude()
+        if clock is not None and not clock.wants_more:
+            self._timed(clock, args)
         self._calls += 1
         gauge = self.gauge
         if not gauge.repaired and self._monitor.follows(gauge, self._calls):
@@ -294,13 +304,10 @@ class Watched:
         self._left -= watched
         if watched:
             self._versions = _versions(args)
-            return self._observed(*args)
-        clock = self.clock if self._calls >= FIRST and not gauge.repaired else None
-        if clock is not None and clock.wants_more:
-            return clock(self._usual, args)
-        if not self._left:
+        elif not self._left:
             self._idle = self._next() - 1
-        return self._usual(*args)
+        run = self._observed if watched else self._usual
+        return run(*args) if self.clock is None else self.clock(run, args, gauge, not watched)
 
     def _goes_on(self, args: Sequence[Any]) -> bool:
         """The step that is watched calls the graph again, and adds to the gradients that it has.
@@ -317,13 +324,8 @@ class Watched:
     def _next(self) -> int:
         """The next forward at which there may be something to do."""
         first, settled = self._calls + 1, self.gauge.settled
-        last = first + _AHEAD
-        if self.clock is not None:
-            last = min(last, max(first, FIRST))
-        for forwards in range(first, last):
-            if self._monitor.wakes(forwards, settled):
-                return forwards
-        return last
+        ahead = range(first, first + _AHEAD)
+        return next((n for n in ahead if self._monitor.wakes(n, settled)), ahead.stop)
 
     def conclude(self) -> None:
         """Read and judge what the last watched backwards showed, if there were any."""
@@ -340,17 +342,17 @@ class Watched:
             self._left = 0
             if gauge.wants_stored and not gauge.repaired:  # a fault that nothing can be told of
                 self._repair({}, {})
-        self._timed()
 
-    def _timed(self) -> None:
-        """Read the clock, if it has run out."""
-        if self.clock is None or self.clock.wants_more or self.gauge.repaired:
+    def _timed(self, clock: StepClock, args: Sequence[Any]) -> None:
+        """Read the clock, which has run out."""
+        found = clock.read()
+        if found is None and not clock.vain:
             return
-        found = self.clock.read()
-        if found is not None or self.clock.vain:
-            self.clock = None
-        if found is not None and self._monitor.timed(found, self.gauge):
-            self._repaired()
+        self.clock = None
+        if found is not None and not self.gauge.repaired:
+            differs = functools.partial(self.differs, args)
+            if self._monitor.timed(clock, self.gauge, differs):
+                self._repaired()
 
     def _judge(self, found: Qualities) -> None:
         """Report; before anything is changed all is looked at that may be to blame."""

@@ -37,6 +37,7 @@ from hot_compile.observing.raising import (
 
 if TYPE_CHECKING:
     from hot_compile.observing.gauge import Gauge, Watched
+    from hot_compile.observing.step_clock import StepClock
     from hot_compile.passes.storage.step_time import StepTime
 
 log = logging.getLogger("hot_compile")
@@ -323,8 +324,11 @@ class Monitor:
     def settles(self, gauge: Gauge) -> None:
         """A look at a graph found no fault."""
 
-    def timed(self, found: StepTime, gauge: Gauge) -> bool:
-        """A graph's steps were timed; whether it is to be compiled again by that."""
+    def timed(self, clock: StepClock, gauge: Gauge, differs: Callable[[StepTime], bool]) -> bool:
+        """Steps of which a graph is a part were timed; whether it is to be compiled again by that.
+
+        ``differs``: whether it comes out otherwise if a step takes so long.
+        """
         return False
 
     @property

@@ -1,8 +1,10 @@
-"""How long steps of a graph take their GPU and their host, measured in the run itself.
+"""How long a step takes its GPU and its host, measured in the run itself.
 
-Marks are set before and after some forwards and backwards: the host's clock, and an event that the
-GPU passes when it gets there. Events are read much later. Only the first mark waits for the GPU,
-once: so both clocks are known to agree, and how far the GPU is behind its host at every mark.
+A step is one forward and backward of all graphs that an optimizer's step needs: breaks of Dynamo's,
+and DDP, make several of one model. It begins with the first forward after a backward, and ends with
+the backward of that same graph, the last one. There marks are set: the host's clock, and an event
+that the GPU passes when it gets there. Events are read much later. Only the first mark waits for
+the GPU, once: so both clocks are known to agree, and how far the GPU is behind its host at an end.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +22,11 @@ from hot_compile.again import compiled_node
 from hot_compile.passes.storage.step_time import StepTime
 
 FIRST = 16
-"""Forwards of new code before the first that is timed: allocators and autotuning are done."""
+"""Steps of new code before the first that is timed: allocators and autotuning are done."""
 _STEPS = 12
-"""Forwards and backwards that are timed; the median counts."""
-_MOST = 4 * _STEPS
-"""Forwards after which no more are tried: some may have no backward."""
+"""Steps that are timed; the median counts."""
+_MOST = 512
+"""Forwards without a backward after which no more are tried."""
 _BEHIND, _LATENCY = 0.03, 50e-6
 """A GPU that is behind its host at a step's end by less than this share of it, or seconds, has
 waited for the host."""
@@ -40,8 +43,6 @@ class Mark:
 
 Marker = Callable[[], Mark]
 """Sets a mark now; the first time it waits for the GPU."""
-Span = tuple[Mark, Mark, Mark, Mark]
-"""Where a step's forward began and ended, and where its backward did."""
 
 
 class CudaMarks:
@@ -61,44 +62,77 @@ class CudaMarks:
         return Mark(time.perf_counter(), event)
 
 
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """One that has begun; it lives as long as its backward may come."""
+
+    began: Mark | None
+    """None: it is not timed."""
+
+
 class StepClock:
-    """Times forwards and backwards of a compiled graph that are run through it."""
+    """Times the steps of the graphs whose forwards are run through it."""
 
     def __init__(self, mark: Marker) -> None:
         self._mark = mark
-        self._first: Mark | None = None
-        self._spans: list[Span] = []
-        self._calls = 0
+        self.found: StepTime | None = None
+        self.again()
 
-    def __call__(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """One forward; its backward is timed when it comes."""
-        self._calls += 1
-        self._first = self._first or self._mark()
-        began = self._mark()
+    def again(self) -> None:
+        """Some code is new: what was timed counts no more."""
+        self.graphs: set[Any] = set()
+        """Those that are parts of the steps."""
+        self._first: Mark | None = None
+        self._spans: list[tuple[Mark, Mark]] = []
+        self._steps = self._forwards = 0
+        self._open: Callable[[], _Step | None] = lambda: None
+
+    def __call__(
+        self, run: Callable[..., Any], args: Sequence[Any], graph: Any = None, usual: bool = True
+    ) -> Any:
+        """One forward of ``graph``. ``usual``: it is none that takes longer than others."""
+        self._forwards += 1
+        self.graphs.add(graph)
+        if not self._between():
+            if not usual and (step := self._open()) is not None:
+                step.began = None
+            return run(*args)
+        step = _Step(self._begins() if usual else None)
         outputs = run(*args)
-        ended = self._mark()
         node: Any = compiled_node(outputs, args)
         if node is None:
             return outputs
-        marks: list[Mark] = []
-
-        @torch.compiler.disable
-        def begins(_: Any) -> None:
-            before.remove()
-            marks.append(self._mark())
+        self._open = weakref.ref(step)
 
         @torch.compiler.disable
         def finished(*_: Any) -> None:
             after.remove()
-            self._spans.append((began, ended, marks[0], self._mark()))
+            if self._open() is step:
+                self._ends(step)
 
-        before, after = node.register_prehook(begins), node.register_hook(finished)
+        after = node.register_hook(finished)
         return outputs
+
+    def _between(self) -> bool:
+        """No step is under way. What a backward computes again is part of it."""
+        return self._open() is None and torch._C._current_graph_task_id() == -1
+
+    def _begins(self) -> Mark | None:
+        if self._steps < FIRST or not self.wants_more:
+            return None
+        self._first = self._first or self._mark()
+        return self._mark()
+
+    def _ends(self, step: _Step) -> None:
+        self._open = lambda: None
+        self._steps, self._forwards = self._steps + 1, 0
+        if step.began is not None:
+            self._spans.append((step.began, self._mark()))
 
     @property
     def wants_more(self) -> bool:
         """More steps are to be run through it."""
-        return len(self._spans) < _STEPS and self._calls < _MOST
+        return len(self._spans) < _STEPS and self._forwards < _MOST
 
     @property
     def vain(self) -> bool:
@@ -106,26 +140,26 @@ class StepClock:
         return not (self._spans or self.wants_more)
 
     def read(self) -> StepTime | None:
-        """What was found, once the GPU is through with it; never waits for that."""
-        if self._first is None or not self._spans or not self._spans[-1][3].event.query():
-            return None
-        first, spans = self._first, self._spans
-        host = statistics.median(_seconds(span, _by_host) for span in spans)
-        device = statistics.median(_seconds(span, _by_device) for span in spans)
-        behind = (_by_device(first, s[3]) - _by_host(first, s[3]) for s in spans)
-        waits = statistics.median(behind) < max(_LATENCY, _BEHIND * host)
-        return StepTime(device, host, waits)
+        """What was found, once the GPU is through with it; never waits for that.
+
+        It comes up between two steps: so all graphs of one get to know it before the next.
+        """
+        spans = () if self.wants_more else self._spans
+        if self.found is None and spans and self._between() and spans[-1][1].event.query():
+            assert self._first is not None
+            host = statistics.median(_by_host(*span) for span in spans)
+            device = statistics.median(_by_device(*span) for span in spans)
+            first = self._first
+            behind = (_by_device(first, end) - _by_host(first, end) for _, end in spans)
+            waits = statistics.median(behind) < max(_LATENCY, _BEHIND * host)
+            self.found = StepTime(device, host, waits)
+        return self.found
 
 
 def clock_of(devices: Sequence[torch.device]) -> StepClock | None:
     """Of a graph with inputs there; None unless one of them is a GPU, and one only."""
     gpus = [device for device in devices if device.type == "cuda"]
     return StepClock(CudaMarks(*gpus)) if len(gpus) == 1 else None
-
-
-def _seconds(span: Span, between: Callable[[Mark, Mark], float]) -> float:
-    """Of forward and backward, without what lies between them."""
-    return between(*span[:2]) + between(*span[2:])
 
 
 def _by_host(a: Mark, b: Mark) -> float:

@@ -44,6 +44,8 @@ class StepTime:
     """The device was seen to wait for its host, or not to; None: both times are predicted."""
     priced: float = dataclasses.field(default=0.0, compare=False)
     """What its launches take by the price of one: on a slow host each takes longer."""
+    share: float = 1.0
+    """Of the step: the part of it that a graph is about, where several graphs make one up."""
 
     @property
     def waits_for_host(self) -> bool:
@@ -53,7 +55,8 @@ class StepTime:
     @property
     def slack(self) -> float:
         """Seconds that storing may take, by the same prices: ``SLACK`` of what is waited for."""
-        return SLACK * ((self.priced or self.host) if self.waits_for_host else self.device)
+        seconds = self.share * (self.host if self.waits_for_host else self.device)
+        return SLACK * ((self.waits_for_host and self.priced) or seconds)
 
     def __str__(self) -> str:
         how = "predicted" if self.waits is None else "measured"
