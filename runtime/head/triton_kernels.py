@@ -1,8 +1,11 @@
 """Triton kernels for ``rows.py``: one program a row, its columns in blocks.
 
 Row statistics are gathered as FlashAttention does it, a running maximum and a running sum, so that
-a row is read once. All arithmetic is fp32. Memory is read and written as far as a row has room: a
-mask that ends at an odd width would keep Triton from loading more than one element at a time.
+a row is read once. That sum is kept for each column of a block and added up at the end: a block's
+threads wait for each other once, for its maximum. All arithmetic is fp32; what it costs is
+instructions, so whole blocks are gone through without masks. Memory is read and written as far as a
+row has room: a mask that ends at an odd width would keep Triton from loading more than one element
+at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 4096
 _WARPS = 8
+_LOG2E = tl.constexpr(1.4426950408889634)
+"""Powers of 2 are one instruction, and the factor is added to what is multiplied anyway."""
 
 
 @triton.jit
@@ -30,19 +35,54 @@ def _tanh(x):
 
 
 @triton.jit
+def _largest_and_sum(a, b, c, d):
+    return tl.maximum(a, c), b + d
+
+
+@triton.jit
+def _seen(
+    y, at, logits, column, width, room, inner, outer, largest, shift, total, weighted,
+    CAP: tl.constexpr, SCALED: tl.constexpr, COLUMN: tl.constexpr, LOGITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """What is known of a row, with one block more; ``WHOLE``: all of it are columns of the row."""
+    inside = at < width
+    z = tl.load(y + at) if WHOLE else tl.load(y + at, mask=at < room, other=0.0)
+    z = z.to(tl.float32)
+    if CAP:
+        z = _tanh(z * inner)
+    if SCALED:
+        z *= outer
+    if LOGITS:  # rows of an odd width lie unaligned: neighbouring threads, single elements
+        tl.store(logits + at, z.to(logits.dtype.element_ty), mask=inside)
+    summed = z if WHOLE else tl.where(inside, z, 0.0)
+    if COLUMN:
+        summed *= tl.load(column + at, mask=inside, other=0.0)
+    if not WHOLE:
+        z = tl.where(inside, z, float("-inf"))
+    of_block, summed = tl.reduce((z, summed), 0, _largest_and_sum)
+    largest = tl.maximum(largest, of_block)
+    # As torch.logsumexp: an infinite maximum is not subtracted, inf - inf would be NaN.
+    new_shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest * _LOG2E)
+    total = total * tl.exp2(shift - new_shift) + tl.exp2(z * _LOG2E - new_shift)
+    return largest, new_shift, total, weighted + summed
+
+
+@triton.jit
 def _gradient_block(
     y, g, at, a, b, c, lse, label, column, extra, extra_scale, width, room, inner, outer,
     CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, EXTRA: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """``lse`` is one of base 2."""
     inside = at < width
-    within = at < room
-    z = tl.load(y + at, mask=within, other=0.0).to(tl.float32)
+    z = tl.load(y + at) if WHOLE else tl.load(y + at, mask=at < room, other=0.0)
+    z = z.to(tl.float32)
     slope = 1.0
     if CAP:
         z = _tanh(z * inner)
         slope = 1.0 - z * z
-    z = z * outer
-    value = a * tl.exp(z - lse)
+    value = a * tl.exp2(z * (outer * _LOG2E) - lse)
     if TARGET:
         value += tl.where(at == label, b, 0.0)
     if COLUMN:
@@ -52,68 +92,79 @@ def _gradient_block(
     if EXTRA:
         more = tl.load(extra + at, mask=inside, other=0.0).to(tl.float32)
         value += extra_scale * more
-    value = tl.where(inside, value * slope, 0.0)
-    tl.store(g + at, value.to(g.dtype.element_ty), mask=within)
+    if CAP:
+        value *= slope
+    if WHOLE:
+        tl.store(g + at, value.to(g.dtype.element_ty))
+    else:
+        tl.store(g + at, tl.where(inside, value, 0.0).to(g.dtype.element_ty), mask=at < room)
 
 
 @triton.jit
 def _statistics(
     y, y_stride, target, column, out, out_stride, logits, logits_stride,
     g, g_stride, coefficients, c_stride, width, room, inner, outer,
-    CAP: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr, LOGITS: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr, SCALED: tl.constexpr, TARGET: tl.constexpr, COLUMN: tl.constexpr,
+    LOGITS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     y += row * y_stride
+    logits += row * logits_stride
     largest = tl.full((), float("-inf"), tl.float32)
     shift = tl.full((), 0.0, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
-    for first in range(0, width, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < width
-        z = tl.load(y + at, mask=at < room, other=0.0).to(tl.float32)
-        if CAP:
-            z = _tanh(z * inner)
-        z = z * outer
-        if LOGITS:  # rows of an odd width lie unaligned: neighbouring threads, single elements
-            there = logits + row * logits_stride + at
-            tl.store(there, z.to(logits.dtype.element_ty), mask=inside)
-        if COLUMN:
-            z = tl.where(inside, z, 0.0)
-            weighted += tl.sum(tl.load(column + at, mask=inside, other=0.0) * z)
-        else:
-            weighted += tl.sum(tl.where(inside, z, 0.0))
-        z = tl.where(inside, z, float("-inf"))
-        largest = tl.maximum(largest, tl.max(z))
-        # As torch.logsumexp: an infinite maximum is not subtracted, inf - inf would be NaN.
-        new_shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-        total = total * tl.exp(shift - new_shift) + tl.sum(tl.exp(z - new_shift))
-        shift = new_shift
-    lse = shift + tl.log(total)
+    total = tl.zeros((BLOCK,), tl.float32)
+    whole = width // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        largest, shift, total, weighted = _seen(
+            y, first + tl.arange(0, BLOCK), logits, column, width, room, inner, outer,
+            largest, shift, total, weighted, CAP, SCALED, COLUMN, LOGITS, True,
+        )  # fmt: skip
+    if whole < width:
+        largest, shift, total, weighted = _seen(
+            y, whole + tl.arange(0, BLOCK), logits, column, width, room, inner, outer,
+            largest, shift, total, weighted, CAP, SCALED, COLUMN, LOGITS, False,
+        )  # fmt: skip
+    lse = tl.where(tl.abs(largest) == float("inf"), 0.0, largest) + tl.log(tl.sum(total))
     tl.store(out + row, largest)
     tl.store(out + out_stride + row, lse)
     tl.store(out + 3 * out_stride + row, weighted)
     picked = 0.0
+    slope = 1.0
     place = 0
+    known = False
     if TARGET:
         place = tl.load(target + row)
         known = (place >= 0) & (place < width)
         picked = tl.load(y + place, mask=known, other=0.0).to(tl.float32)
         if CAP:
             picked = _tanh(picked * inner)
+            slope = 1.0 - picked * picked
         picked = picked * outer
     tl.store(out + 2 * out_stride + row, picked)
-    if GRADIENT:  # a row's second reading finds most of it in the cache
+    if GRADIENT:
         tl.debug_barrier()  # the gradient may take y's place: every thread has read its label's y
+        g += row * g_stride
         a = tl.load(coefficients + row)
         b = tl.load(coefficients + c_stride + row)
         c = tl.load(coefficients + 2 * c_stride + row)
-        for first in range(0, room, BLOCK):
+        lse *= _LOG2E
+        for first in range(whole, room, BLOCK):
             _gradient_block(
-                y, g + row * g_stride, first + tl.arange(0, BLOCK), a, b, c, lse, place, column,
-                out, 1.0, width, room, inner, outer, CAP, TARGET, COLUMN, False,
+                y, g, first + tl.arange(0, BLOCK), a, b, c, lse, place, column, out, 1.0,
+                width, room, inner, outer, CAP, False, COLUMN, False, False,
             )  # fmt: skip
+        for behind in range(0, whole, BLOCK):  # from the end on, which the cache still holds
+            _gradient_block(
+                y, g, whole - BLOCK - behind + tl.arange(0, BLOCK), a, b, c, lse, place, column,
+                out, 1.0, width, room, inner, outer, CAP, False, COLUMN, False, True,
+            )  # fmt: skip
+        if TARGET:  # its label's by itself, which is cheaper than asking everywhere
+            if COLUMN:
+                c *= tl.load(column + place, mask=known, other=0.0)
+            value = (a * tl.exp2(picked * _LOG2E - lse) + b + c) * slope
+            tl.debug_barrier()
+            tl.store(g + place, value.to(g.dtype.element_ty), mask=known)
 
 
 @triton.jit
@@ -130,10 +181,11 @@ def _gradient(
     label = 0
     if TARGET:
         label = tl.load(target + row)
+        label = tl.where((label >= 0) & (label < width), label, -1).to(tl.int32)
     _gradient_block(
         y + row * y_stride, g + row * g_stride, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
-        a, b, c, tl.load(lse + row), label, column, extra + row * extra_stride, extra_scale,
-        width, room, inner, outer, CAP, TARGET, COLUMN, EXTRA,
+        a, b, c, tl.load(lse + row) * _LOG2E, label, column, extra + row * extra_stride,
+        extra_scale, width, room, inner, outer, CAP, TARGET, COLUMN, EXTRA, False,
     )  # fmt: skip
 
 
@@ -152,8 +204,9 @@ def statistics_(
         _or(logits, out), 0 if logits is None else logits.stride(0),
         g, g.stride(0), coefficients, coefficients.stride(0),
         chunk.width, room, form.inner, form.outer,
-        CAP=form.cap, TARGET=chunk.target is not None, COLUMN=column is not None,
-        LOGITS=logits is not None, GRADIENT=gradient is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+        CAP=form.cap, SCALED=form.outer != 1, TARGET=chunk.target is not None,
+        COLUMN=column is not None, LOGITS=logits is not None, GRADIENT=gradient is not None,
+        BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 
