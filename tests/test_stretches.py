@@ -113,6 +113,26 @@ def test_a_language_model_is_looked_at_without_its_logits(looks, dtype, tied):
     assert max(looks) < looks.risen
 
 
+def test_a_loss_of_halves_and_a_metric_of_the_logits_are_looked_at():
+    """``chunk`` and ``topk`` behind a head give several tensors, as preference losses write it."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(64, 64), nn.Linear(64, VOCABULARY, bias=False)
+
+    def preference(x, labels):
+        logits = head(body(x).tanh())
+        found = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0].sum(-1)
+        chosen, rejected = found.chunk(2)
+        top = logits.detach().topk(5, -1).indices
+        return -F.logsigmoid(chosen - rejected).mean(), (top == labels[..., None]).any(-1).sum()
+
+    step = compiled(preference)
+    loss, _ = step(torch.randn(4, 32, 64), tokens(shape=(4, 32)))
+    loss.backward()
+    found = hot_compile.certificate(step)
+    assert not found.unseen
+    assert len(found.looks) == 1
+
+
 def test_less_memory_finds_the_same(looks):
     """In halves, and halves of these, as far as there is need."""
     model = Language(50, layers=4)

@@ -7,6 +7,7 @@ confirmed by identity: g_w = g_y^T x reads the very x that the forward read, g_x
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -71,17 +72,25 @@ def graph_inputs(gm: fx.GraphModule) -> GraphInputs:
     values = [node.meta.get("example_value") for node in given]
     made = (isinstance(v, torch.Tensor) and v.requires_grad and not v.is_leaf for v in values)
     names = tuple(node.name if is_made else None for node, is_made in zip(given, made, strict=True))
-    return GraphInputs(tuple(map(_parameter_name, sources, values)), names)
+    texts = list(map(_parameter_source, sources, values))
+    paths = [text and (clean_path(text) or text) for text in texts]  # an argument has no path
+    seen = Counter(paths)
+    own = (p if seen[p] == 1 else t and _whole_path(t) for p, t in zip(paths, texts, strict=True))
+    return GraphInputs(tuple(own), names)
 
 
-def _parameter_name(source: Any, value: Any) -> str | None:
+def _parameter_source(source: Any, value: Any) -> str | None:
     if source is None:
         return None
-    text = source.name if isinstance(source.name, str) else source.name()
+    text: str = source.name if isinstance(source.name, str) else source.name()
     held = "_parameters[" in text or "_buffers[" in text
-    if held or isinstance(value, torch.nn.Parameter):
-        return clean_path(text) or text  # a parameter that is an argument itself has no path
-    return None
+    return text if held or isinstance(value, torch.nn.Parameter) else None
+
+
+def _whole_path(text: str) -> str:
+    """With the variable that holds the module: a function may use two that are alike."""
+    root = re.match(r"[LG]\[['\"](\w+)['\"]\]", text)
+    return f"{root[1]}.{clean_path(text)}" if root else text
 
 
 def match(graph: fx.Graph, inputs: GraphInputs = GraphInputs()) -> list[Site]:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
+from hot_compile.passes.layers.match import graph_inputs
 from hot_compile.testing import cosine, hot_step
 
 ALWAYS = {"recipe": "int8", "min_gain": 0, "keep_head": False}
@@ -269,3 +270,20 @@ def test_a_head_whose_loss_is_in_the_graph_is_a_head(shift):
     assert first.strategy.value == "int8"
     assert last.strategy.value == "exact"
     assert "head" in last.reason
+
+
+def test_parameters_of_two_modules_that_a_function_uses_have_names_of_their_own():
+    """A policy beside its reference, or bare layers: paths alone would be the same."""
+    policy, reference = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+    scale, found = nn.Linear(4, 1), []
+
+    def loss(x):
+        return scale(policy(x) - reference(x)).sum()
+
+    def backend(gm, _):
+        found.append(graph_inputs(gm).parameters)
+        return gm
+
+    torch.compile(loss, backend=backend)(torch.ones(2, 4))
+    twice = {f"{name}.0.{of}" for name in ("policy", "reference") for of in ("weight", "bias")}
+    assert {name for name in found[0] if name} == twice | {"weight", "bias"}
