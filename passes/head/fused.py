@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten
+from hot_compile.passes.base.graph import aten, through_views, untranspose
+from hot_compile.passes.base.operators import CASTS
 from hot_compile.passes.head.chunks import Chunks, Swap, Writer, as_swaps
 from hot_compile.passes.head.facts import Reader
 from hot_compile.passes.head.operands import numel
 from hot_compile.passes.head.softmax import Softmax
+from hot_compile.runtime.head import parts as head_parts
 
 hot = torch.ops.hot
 _KINDS = ("rows", "total", "columns")
@@ -76,8 +78,11 @@ class _Fused:
 
     def __init__(self, chunks: Chunks, softmax: Softmax, int8: bool) -> None:
         self._chunks, self._softmax = chunks, softmax
-        self._told = (True,) if int8 else ()
         graph, (product,) = chunks.at.products[0].graph, chunks.at.products
+        self._missing = _missing(product, {product, *chunks.results})
+        width = product.meta["val"].shape[1]
+        self._width = (width,) if self._missing else ()
+        self._told = (int8, *self._width) if int8 or self._width else ()
         self._later = [n for n in chunks.results if n in chunks.backward]
         self._forward = Emitter(graph, graph.output_node(), product)
         self._backward = Emitter(graph, graph.output_node(), self._later[0])
@@ -115,7 +120,8 @@ class _Fused:
     def _in_backward(self) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
         rows = Rows(self._chunks, self._softmax, self._forward, lambda node: node)
         given = self._given(rows)
-        first = self._forward(hot.head_statistics.default, *given, *self._form, self._dtype)
+        told = (*self._form, self._dtype, *self._width)
+        first = self._forward(hot.head_statistics.default, *given, *told)
         statistics, logits = self._forward.parts(first)
         emit = self._backward
         rows = Rows(self._chunks, self._softmax, emit, lambda node: node)
@@ -152,6 +158,10 @@ class _Fused:
         if softmax.bias is not None:
             bias = emit(aten.reshape.default, rows(softmax.bias), [-1])
         bias = bias and emit.cast(bias, self._product.meta["val"].dtype)
+        if self._missing:
+            pad = aten.constant_pad_nd.default
+            weight = emit(pad, weight, [0, 0, 0, self._missing])
+            bias = bias and emit(pad, bias, [0, self._missing])
         target = softmax.index and rows.vector(softmax.index, x, None)
         return x, weight, bias, target, None
 
@@ -159,3 +169,12 @@ class _Fused:
         vectors = [rows.vector(part, self._x) for part in self._softmax.coefficients]
         emit = rows.emit
         return emit(aten.cat.default, [emit(aten.unsqueeze.default, v, 0) for v in vectors])
+
+
+def _missing(product: fx.Node, head: Set[fx.Node]) -> int:
+    """Outputs of zeros that W gets where the graph casts it, for ``head`` alone: the kernel that
+    casts it writes them, so that the operators multiply by W as one part, without a copy."""
+    base, transposed = untranspose(product.args[-1])  # type: ignore[arg-type]
+    if not transposed or base.target not in CASTS or set(through_views(base)) - head:
+        return 0
+    return head_parts.missing_outputs(base.meta["val"])

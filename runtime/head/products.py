@@ -14,8 +14,9 @@ tensors and reads nothing back to the host. Products are the library's. Importin
 * ``hot::head_gradients``: g_x, g_w, g_b, with the logits multiplied out again;
 * ``hot::head_both``: both in one go, where the coefficients are known before the loss.
 
-Chunks are rows, whose softmax needs all columns. Their gradients' products are exact, or with
-``int8`` those of ``integers.py``.
+Outputs of the weight from ``width`` on, if that is given, are zeros that are no logits: they make
+products fast (``parts.py``). Chunks are rows, whose softmax needs all columns. Their gradients'
+products are exact, or with ``int8`` those of ``integers.py``.
 """
 
 from __future__ import annotations
@@ -52,20 +53,24 @@ STATISTICS = 4
 CHUNK_BYTES = 2**29
 """Most bytes of a chunk of logits, where g_w in their dtype takes no more."""
 _LEAST_BYTES = 2**23
+_FEW, _FEW_BYTES = 5, 3 * 2**26
+"""More chunks than that cost the host more than so many bytes each are worth."""
 
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? column"
 _FORM = "float inner, bool cap, float outer"
 SCHEMAS = {
     "head_statistics": (
-        f"({_HEAD}, {_FORM}, ScalarType? logits_dtype) -> (Tensor statistics, Tensor logits)"
+        f"({_HEAD}, {_FORM}, ScalarType? logits_dtype, int width=0)"
+        " -> (Tensor statistics, Tensor logits)"
     ),
     "head_gradients": (
         f"({_HEAD}, Tensor coefficients, Tensor? extra, float extra_scale, {_FORM},"
-        " bool[3] wanted, bool int8=False) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
+        " bool[3] wanted, bool int8=False, int width=0)"
+        " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
     ),
     "head_both": (
         f"({_HEAD}, Tensor coefficients, {_FORM}, ScalarType? logits_dtype, bool[3] wanted,"
-        " bool int8=False)"
+        " bool int8=False, int width=0)"
         " -> (Tensor statistics, Tensor logits, Tensor grad_x, Tensor grad_weight,"
         " Tensor grad_bias)"
     ),
@@ -84,7 +89,8 @@ def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight:
     which is made of it when all chunks are through. Without g_w small chunks cost nothing.
     """
     row = outputs * itemsize
-    most = outputs * inputs * 4 if grad_weight else 8 * _LEAST_BYTES
+    few = min(_FEW_BYTES, -(-rows * row // _FEW))
+    most = max(outputs * inputs * 4, few) if grad_weight else 8 * _LEAST_BYTES
     later = outputs * inputs * itemsize if grad_weight else 0
     most = min(max(most, _LEAST_BYTES), max(CHUNK_BYTES, later))
     count = max(1, -(-rows * row // most))
@@ -107,11 +113,10 @@ def _head_statistics(
     cap: bool,
     outer: float,
     logits_dtype: torch.dtype | None,
+    width: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    none = [False, False, False]
-    made = both(
-        x, weight, bias, target, column, None, inner, cap, outer, logits_dtype, none
-    )  # fmt: skip
+    none, form = [False, False, False], (inner, cap, outer)
+    made = both(x, weight, bias, target, column, None, *form, logits_dtype, none, False, width)
     return made[0], made[1]
 
 
@@ -128,13 +133,14 @@ def both(
     logits_dtype: torch.dtype | None,
     wanted: list[bool],
     int8: bool = False,
+    width: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``hot::head_both``. Without coefficients: no gradients."""
-    form, target = Form(inner, cap, outer), _valid(target, weight)
+    outputs, parts = width or weight.shape[0], parts_of(weight, bias)
+    form, target = Form(inner, cap, outer), _valid(target, weight[:outputs])
     coefficients = None if coefficients is None else coefficients.contiguous()
     statistics = _statistics(x)
-    logits = _logits(x, weight, logits_dtype)
-    outputs, parts = weight.shape[0], parts_of(weight, bias)
+    logits = _logits(x, outputs, logits_dtype)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
     made = _Gradients(x, parts, wanted, integers)
     with exactly(x.device):
@@ -166,6 +172,7 @@ def gradients(
     outer: float,
     wanted: list[bool],
     int8: bool = False,
+    width: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``hot::head_gradients``, g_w in fp32.
 
@@ -173,7 +180,7 @@ def gradients(
     them the other way, and in bf16 that is 6 % of a probability that should be 1.
     """
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
-    outputs, parts = weight.shape[0], parts_of(weight, bias)
+    outputs, parts = width or weight.shape[0], parts_of(weight, bias)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
     made = _Gradients(x, parts, wanted, integers)
     statistics = _statistics(x)
@@ -265,10 +272,10 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape
 
 
-def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _logits(x: Tensor, outputs: int, dtype: torch.dtype | None) -> Tensor:
     if dtype is None:
         return x.new_empty(0)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+    return x.new_empty((x.shape[0], outputs), dtype=dtype)
 
 
 def gradients_of(x: Tensor, outputs: int, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -314,15 +321,20 @@ def _statistics(x: Tensor) -> Tensor:
 
 @torch.library.register_fake("hot::head_statistics")
 def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _statistics(x), _logits(x, weight, rest[6])
+    return _statistics(x), _logits(x, _width(weight, rest[7:]), rest[6])
 
 
 @torch.library.register_fake("hot::head_gradients")
 def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_of(x, weight.shape[0], rest[9])
+    return gradients_of(x, _width(weight, rest[11:]), rest[9])
 
 
 @torch.library.register_fake("hot::head_both")
 def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits = _logits(x, weight, rest[7])
-    return _statistics(x), logits, *gradients_of(x, weight.shape[0], rest[8])
+    width = _width(weight, rest[10:])
+    return _statistics(x), _logits(x, width, rest[7]), *gradients_of(x, width, rest[8])
+
+
+def _width(weight: Tensor, told: tuple[int, ...]) -> int:
+    """Logits of a row; ``told``: the argument ``width`` if it is given."""
+    return (told[0] if told else 0) or weight.shape[0]

@@ -11,8 +11,9 @@ from torch import nn
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.pipeline import sources_hash
-from hot_compile.runtime.head import products
+from hot_compile.runtime.head import parts, products
 from hot_compile.testing import step
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 211, 16, 3, 8
@@ -395,6 +396,41 @@ def test_neither_logits_nor_their_gradient_are_in_the_graphs():
     heads = [t for t, _ in graphs["forward"] if getattr(t, "namespace", "") == "hot"]
     assert heads == [torch.ops.hot.head_both.default]
     assert not [t for t, _ in graphs["backward"] if getattr(t, "namespace", "") == "hot"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "way"),
+    [
+        ("mean", torch.bfloat16, "int8"),
+        ("smoothed", torch.bfloat16, "chunked"),
+        ("mean", torch.float16, "chunked"),
+    ],
+)
+def test_a_weight_that_is_cast_gets_a_gpus_zeros_there(name, dtype, way, monkeypatch):
+    """As on a GPU, whose products want a multiple of 16 outputs."""
+    monkeypatch.setattr(parts, "missing_outputs", lambda weight: -weight.shape[0] % parts.ALIGN)
+    model, x, padded = Head(LOSSES[name][0], bias=True), inputs(), []
+
+    class Keeping(Reports):
+        def graph(self, stage, graph):
+            owner = getattr(graph, "graph", graph)
+            pads = owner.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+            padded.extend(tuple(node.meta["val"].shape) for node in pads)
+
+    def run(recorder):
+        keywords = {"recorder": recorder, "inner_compile": run_uncompiled}
+        backend = functools.partial(hot, options={**OPTIONS, "head": way}, **keywords)
+        with torch.autocast("cpu", dtype):
+            return outcome(model, x, backend)
+
+    got = run(Keeping())
+    assert {(224, WIDTH), (224,)} <= set(padded)
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    padded.clear()
+    want = run(Keeping())
+    assert not padded
+    assert error(got, want) < 4e-3  # a sum of bf16 products in another order
 
 
 def test_peak_is_far_below_the_logits():
