@@ -188,8 +188,6 @@ class HotConfig:
     forward_budget: float | None = 0.05
     """With a profile: largest error of a layer's output, relative to how far that varies over the
     rows, that an INT8 forward may have; None: whatever was measured."""
-    gathered: bool = True
-    """Call a layer's operators that feed each other by one call of the host's (docs/adr/0020)."""
     accept: str = "auto"
     """"auto": compare the gradients of some steps with exact ones, repair what is off, remember it
     (docs/acceptance.md). "free": so, and looks may take all memory that is free. "remembered":
@@ -412,7 +410,6 @@ _PARSERS: dict[str, Any] = {
     "schedule": _schedule,
     "forward": parsers.one_of("exact", "int8"),
     "forward_budget": parsers.error_budget,
-    "gathered": parsers.one_of(True, False),
     "accept": parsers.one_of("auto", "free", "remembered", "off"),
     "strict": parsers.one_of(True, False),
     "dump": parsers.path,

@@ -82,7 +82,6 @@ PARTS = (
     Part("storage", {"memory": "off", "memory_budget": None, "peak_budget": None}, stores),
     Part("heads in chunks", {"head": "off"}, lambda r: any(h.chunked for h in r.plan.heads)),
     Part("an INT8 forward", {"forward": "exact"}, lambda r: any(f.int8 for f in r.plan.forwards)),
-    Part("gathered calls", {"gathered": False}, lambda report: bool(report.plan.rewritten)),
 )
 """In the order in which they are left out."""
 

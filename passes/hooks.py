@@ -25,7 +25,6 @@ from hot_compile.passes.measure.stored import fed_by
 from hot_compile.passes.option_warnings import check_peak, idle_bits, tell, unmet_budget, unmet_peak
 from hot_compile.passes.pipeline import (
     CROSSING,
-    FINISHED,
     HEADS,
     JOINT,
     OBSERVED,
@@ -140,7 +139,6 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             cut = cut_graph()
         kept = self._stored(cut)
         self._record(cut)
-        run("finished", FINISHED, cut, cut.named)
         cut.forward.recompile()
         cut.backward.recompile()
         if self._joint.plan is not None:

@@ -27,7 +27,6 @@ from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.exact.kernels import keep_themselves
 from hot_compile.passes.forward.rewrite import rewrite_forwards
-from hot_compile.passes.gather import gather
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import match
@@ -433,10 +432,6 @@ def _kernels(cut: Partitioned) -> int:
     return 0 if cut.plan is None else keep_themselves(cut.forward.graph)
 
 
-def _gather(cut: Partitioned) -> int:
-    return sum(map(gather, cut.graphs)) if cut.context.config.gathered else 0
-
-
 HEADS: tuple[Step[Joint], ...] = (Step("duration", _duration), Step("heads", _heads))
 """On the joint graph, before anything else: a head that goes in chunks is no layer any more."""
 
@@ -478,6 +473,3 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
 
 CROSSING = PARTITIONED[:4]
 """Those of them that find out what crosses, and how it is to be stored."""
-
-FINISHED: tuple[Step[Partitioned], ...] = (Step("gather", _gather, changes=True),)
-"""On what reports and dumps have seen: nothing that a layer computes changes any more."""

@@ -165,8 +165,3 @@ def _conv_grad_input(
 ) -> Tensor:
     channels = weight.shape[0] // math.prod(kernel)
     return weight.new_empty((batch, *big_size, channels), dtype=out_dtype)
-
-
-@_fake
-def _layer_calls(operands: list[Tensor], sizes: list[int], calls: str) -> list[Tensor]:
-    return reference.layer_calls(operands, sizes, calls)

@@ -200,7 +200,8 @@ def test_inductors_code_gives_the_same_and_fetches_one_ahead(lower):
     way = [(name == "fetch") - (name == "arrive") for name in mode.called]
     assert way.count(1) == way.count(-1) == away.report.budget.hosted
     assert max(accumulate(way)) <= 3
-    place = [i for i, name in enumerate(mode.called) if name in ("mm", "layer_calls")]
+    # once a layer
+    place = [i for i, name in enumerate(mode.called) if name in ("mm", "quantize_grad")]
     last = max(i for i, name in enumerate(mode.called) if name == "fetch")
     assert sum(i > last for i in place) < len(place) / 2
 

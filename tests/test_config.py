@@ -50,6 +50,7 @@ BITS = "[6, 8, 12, 'exact', 'around6', 'around8', 'around12']"
     [
         ({"recipes": "hot"}, "valid ones of ours are"),
         ({"hot.nonsense": 1}, "valid ones of ours are"),
+        ({"hot.gathered": True}, "valid ones of ours are"),
         (
             {"recipe": "turbo"},
             "'exact', 'fast', 'hot', 'int4-naive', 'int8', 'int8-forward', 'lbp-wht', 'luq', ",
@@ -156,7 +157,6 @@ def test_hash_sees_every_field():
         "min_gain": 2.0,
         "forward": "int8",
         "forward_budget": 0.1,
-        "gathered": False,
         "strict": True,
         "accept": "off",
         "dump": "x",

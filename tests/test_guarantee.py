@@ -34,7 +34,6 @@ WITHOUT = {
     "storage": {"memory": "off"},
     "heads in chunks": {"head": "off"},
     "an INT8 forward": {"forward": "exact"},
-    "gathered calls": {"gathered": False},
 }
 
 
@@ -104,7 +103,7 @@ def plant(monkeypatch, pipe, name, when=lambda state: True):
     monkeypatch.setattr(hooks, pipe, tuple(steps))
 
 
-PIPES = ("HEADS", "JOINT", "PARTITIONED", "FINISHED")
+PIPES = ("HEADS", "JOINT", "PARTITIONED")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ def test_a_step_that_always_fails_leaves_the_graph_as_stock(pipe, name, monkeypa
         ("storage", "PARTITIONED", "store", lambda cut: cut.stored),
         ("heads in chunks", "HEADS", "heads", lambda joint: any(h.chunked for h in joint.heads)),
         ("an INT8 forward", "JOINT", "forwards", lambda joint: joint.plan.forwards),
-        ("gathered calls", "FINISHED", "gather", lambda cut: cut.context.config.gathered),
     ],
 )
 def test_only_the_part_at_fault_is_left_out(part, pipe, name, when, monkeypatch, caplog):

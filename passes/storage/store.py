@@ -233,7 +233,7 @@ def _come_behind(node: fx.Node, others: Sequence[fx.Node]) -> None:
 def _made_before(place: fx.Node, gradients: Set[fx.Node]) -> list[fx.Node]:
     """The last of ``gradients`` before ``place`` that is in memory anyway, if there is one.
 
-    Not of the layer that ``place`` is for, whose calls may become one (``gather``).
+    Not of the layer that ``place`` is for: it is to be on its way while that is computed.
     """
     node = place.prev
     while node.op == "call_function":

@@ -79,7 +79,7 @@ _CPU_SOURCES = tuple(
         *("quantize/pack_int4.cpp", "isa/kernels.cpp"),
         *("gemm/scaled_int_mm.cpp", "gemm/int_product.cpp"),
         *("conv/frames.cpp", "conv/grad_weight.cpp", "conv/grad_input.cpp"),
-        *("calls/ops.cpp", "common/old_glibc.cpp"),
+        "common/old_glibc.cpp",
     )
 )
 

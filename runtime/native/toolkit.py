@@ -28,7 +28,7 @@ _FLAGS = (
 _PLAIN = (
     *("gemm/ops.cu", "gemm/plan.cu", "gemm/combine.cu", "gemm/sm80.cu", "gemm/sm80_int4.cu"),
     *("quantize/ops.cu", "quantize/pack_int4.cu", "one_read/ops.cu"),
-    *("storage/ops.cu", "storage/compress_int8.cu", "storage/rescale.cu", "calls/ops.cu"),
+    *("storage/ops.cu", "storage/compress_int8.cu", "storage/rescale.cu"),
     "common/old_glibc.cu",
 )
 # Slow to compile, so once for each variant, side by side: see csrc/cuda/common/variant.hpp.

@@ -7,7 +7,6 @@ budget.
 """
 
 from hot_compile.runtime.reference.arithmetic import pack_int4, unpack_int4
-from hot_compile.runtime.reference.calls import layer_calls
 from hot_compile.runtime.reference.conv import conv_grad_input, conv_grad_weight
 from hot_compile.runtime.reference.gemm import hadamard_int_mm, scaled_int_mm
 from hot_compile.runtime.reference.one_read import quantize_one_read
@@ -21,7 +20,6 @@ OPERATORS = (
     *(quantize_rows, quantize_columns, quantize_grad, quantize_one_read),
     *(compress_int8, rescale_int8),
     *(scaled_int_mm, hadamard_int_mm, conv_grad_weight, conv_grad_input),
-    layer_calls,
 )
 """The definitions of operators; an operator has its definition's name and arguments."""
 
@@ -31,7 +29,6 @@ __all__ = [
     "conv_grad_input",
     "conv_grad_weight",
     "hadamard_int_mm",
-    "layer_calls",
     "pack_int4",
     "quantize_columns",
     "quantize_grad",

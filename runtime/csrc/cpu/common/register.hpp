@@ -1,7 +1,8 @@
 // How a CPU operator, a function `Result op(const Kernels&, Arguments...)`, comes to torch.
 #pragma once
 
-#include "common/own.hpp"
+#include <torch/csrc/stable/library.h>
+
 #include "cpu/isa/kernels.hpp"
 
 namespace hot::cpu {
@@ -29,8 +30,6 @@ struct Bound<op, choose> {
 /// Registers hot::cpu::op as hot::op, by the fastest kernels, and, for tests, as hot_<isa>::op by
 /// each variant's; runtime/ops.py has the schemas of `hot`, the tests those of the others.
 #define HOT_REGISTER(op)                                                     \
-  STABLE_TORCH_LIBRARY_IMPL(hot, CPU, m) {                                   \
-    hot::calls::implement(m, #op, HOT_BOXED(op, hot::best_kernels));         \
-  }                                                                          \
+  HOT_REGISTER_IN(hot, op, hot::best_kernels)                                \
   HOT_REGISTER_IN(hot_scalar, op, hot::cpu::fixed_kernels<hot::Isa::scalar>) \
   HOT_REGISTER_IN(hot_avx512, op, hot::cpu::fixed_kernels<hot::Isa::avx512>)

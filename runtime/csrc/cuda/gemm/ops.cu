@@ -4,7 +4,6 @@
 
 #include <optional>
 
-#include "common/own.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tensors.hpp"
@@ -240,9 +239,9 @@ void add_scaled_int_mm(const Tensor& total, const Tensor& a, const Tensor& b, co
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  calls::implement(m, "add_scaled_int_mm", TORCH_BOX(&add_scaled_int_mm));
-  calls::implement(m, "scaled_int_mm", TORCH_BOX(&scaled_int_mm));
-  calls::implement(m, "hadamard_int_mm", TORCH_BOX(&hadamard_int_mm));
+  m.impl("add_scaled_int_mm", TORCH_BOX(&add_scaled_int_mm));
+  m.impl("scaled_int_mm", TORCH_BOX(&scaled_int_mm));
+  m.impl("hadamard_int_mm", TORCH_BOX(&hadamard_int_mm));
 }
 
 }  // namespace

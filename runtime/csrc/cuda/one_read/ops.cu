@@ -3,7 +3,6 @@
 
 #include <tuple>
 
-#include "common/own.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tensors.hpp"
@@ -66,7 +65,7 @@ Seven quantize_one_read(const Tensor& grad_output, int64_t rank, int64_t tokens,
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  calls::implement(m, "quantize_one_read", TORCH_BOX(&quantize_one_read));
+  m.impl("quantize_one_read", TORCH_BOX(&quantize_one_read));
 }
 
 }  // namespace

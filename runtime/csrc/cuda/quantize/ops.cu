@@ -4,7 +4,6 @@
 #include <optional>
 #include <tuple>
 
-#include "common/own.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/common/tensors.hpp"
 #include "cuda/quantize/quantize.hpp"
@@ -176,9 +175,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_grad(const Tensor& grad_outp
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  calls::implement(m, "quantize_rows", TORCH_BOX(&quantize_rows));
-  calls::implement(m, "quantize_columns", TORCH_BOX(&quantize_columns));
-  calls::implement(m, "quantize_grad", TORCH_BOX(&quantize_grad));
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
+  m.impl("quantize_columns", TORCH_BOX(&quantize_columns));
+  m.impl("quantize_grad", TORCH_BOX(&quantize_grad));
 }
 
 }  // namespace

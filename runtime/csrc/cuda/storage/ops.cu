@@ -3,7 +3,6 @@
 
 #include <tuple>
 
-#include "common/own.hpp"
 #include "cuda/common/tensors.hpp"
 #include "cuda/common/units.hpp"
 #include "cuda/storage/storage.hpp"
@@ -87,8 +86,8 @@ Pair rescale(const Tensor& stored, const Tensor& scale, const Tensor& fold, cons
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hot, CUDA, m) {
-  calls::implement(m, "compress_int8", TORCH_BOX(&compress_int8));
-  calls::implement(m, "rescale_int8", TORCH_BOX(&rescale));
+  m.impl("compress_int8", TORCH_BOX(&compress_int8));
+  m.impl("rescale_int8", TORCH_BOX(&rescale));
 }
 
 }  // namespace
