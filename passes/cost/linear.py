@@ -317,13 +317,14 @@ def layer_cost(strategy: Strategy, how: How) -> Cost:
 
 
 def layer_bytes(strategy: Strategy, how: How, shape: Shape) -> int:
-    """The most bytes at once of what ``strategy`` makes, its results included."""
+    """The most bytes that ``strategy`` takes at once beside its operands, of which g_y's are free
+    once it is read."""
     return int(at(_layer_bill(STRATEGIES[strategy], how)[1], shape))
 
 
 @cache
 def _layer_bill(spec: Spec, how: How) -> tuple[Cost, sympy.Expr]:
-    """What a layer's backward costs, and the most bytes at once of what it makes."""
+    """What a layer's backward costs, and the most bytes at once beside its operands."""
     bill: list[Entry] = []
     g, x, weight = Sized(bill, L, O), Sized(bill, L, I), Sized(bill, O, I)
     if how.weight_is_io:
@@ -331,13 +332,13 @@ def _layer_bill(spec: Spec, how: How) -> tuple[Cost, sympy.Expr]:
     found = spec(g, x, weight, how)  # type: ignore[arg-type]
     left = (how.gx and found.gx is None) + (how.gw and found.gw is None)
     cost = exact_cost(left, how.summed and found.sums is None)
-    return sum((entry.cost for entry in bill), cost), _most(bill, found)
+    return sum((entry.cost for entry in bill), cost), _most(bill, found, g)
 
 
-def _most(bill: list[Entry], results: tuple[Any, ...]) -> sympy.Expr:
-    """Bytes made, each from where it is made to where it is last read; ``results`` to the end."""
-    spans: list[list[Any]] = []  # bytes, first, last
-    memory: dict[int, list[Any]] = {}
+def _most(bill: list[Entry], results: tuple[Any, ...], g: Sized) -> sympy.Expr:
+    """Bytes, each from where it is made to where it is last read; ``results`` to the end."""
+    memory: dict[int, list[Any]] = {id(g): [g.bytes, 0, 0]}  # bytes, first, last
+    spans = list(memory.values())
     for place, entry in enumerate([*bill, Entry(Cost(), results, ())]):
         own = [memory[id(a)] for a in entry.read if id(a) in memory]
         for span in own:
@@ -349,7 +350,7 @@ def _most(bill: list[Entry], results: tuple[Any, ...]) -> sympy.Expr:
             elif own:  # a view
                 memory[id(made)] = own[0]
     at_once = (
-        sum(size for size, first, last in spans if first <= place <= last)
+        sum(size for size, first, last in spans if first <= place <= last) - g.bytes
         for place in range(len(bill))
     )
     return sympy.Max(0, *at_once, evaluate=False)
