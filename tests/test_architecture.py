@@ -216,7 +216,6 @@ ELSEWHERE = {
     "test_pack": "storage/layout coding",
     "test_functions": "runtime/pointwise",
     "test_build": "native/extensions",
-    "test_wheel": "native/prebuilt",
     "test_cuda_compiles": "native/toolkit",
     "test_reference": "arithmetic reference/gemm reference/storage two_reads reference/sizes",
 }

@@ -217,25 +217,4 @@ def build(
         console.print(Text(f"{device_type}: {path}"))
 
 
-@app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile wheel --device cpu")
-def wheel(
-    output: Annotated[Path, typer.Option(help="folder for it")] = Path("dist"),
-    device: Annotated[
-        list[str] | None, typer.Option(help="cpu, cuda; may be given twice; by default cpu")
-    ] = None,
-    libraries_of: Annotated[
-        list[Path] | None, typer.Option(help="another wheel, to take over e.g. CUDA 12's library")
-    ] = None,
-) -> None:
-    """Make a wheel of this source tree with the operators inside. See docs/wheels.md."""
-    from hot_compile.runtime.native.wheel import make_wheel  # wanted here only
-
-    try:
-        path = make_wheel(Path.cwd(), output, device or ["cpu"], libraries_of or ())
-    except BuildError as error:
-        console.print(Text(str(error), style="red"))
-        raise typer.Exit(1) from None
-    console.print(Text(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"))
-
-
 app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile doctor")(doctor.doctor)

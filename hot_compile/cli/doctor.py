@@ -128,7 +128,7 @@ def _folder(folder: Path, variable: str) -> str:
 
 def _device(provider: Provider) -> tuple[str, bool]:
     """What is said of a device, and whether a training step ran there."""
-    facts = "; ".join(part for part in (provider.reason, provider.origin) if part)
+    facts = provider.reason or "built on first use"
     if not provider.available:
         if provider.device_type == "cuda" and not torch.cuda.is_available():
             return f"not needed, torch finds no GPU; to build for one: {facts}", False

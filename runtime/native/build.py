@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import platform
 import re
@@ -29,11 +28,9 @@ from rich.console import Console
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
 from hot_compile.progress import progress
-from hot_compile.runtime.native import prebuilt
 from hot_compile.runtime.native.extensions import Extension, Source, cpu_extension
 from hot_compile.runtime.native.toolkit import cuda_extension
 
-log = logging.getLogger("hot_compile")
 
 TIMED_AS = "hot_compile.build"
 """By this key Dynamo's account of times holds what building took."""
@@ -240,17 +237,9 @@ def extension_for(device_type: str) -> Extension:
 def load(device_type: str) -> Path:
     """Registers the operators for ``device_type``; returns the library.
 
-    That is the one that came with the package if it fits and loads, else it is built if need be.
-    Idempotent. Raises BuildError if there is no compiler, it fails, or the library does not load.
+    It is built if need be. Idempotent. Raises BuildError if there is no compiler, it fails, or the
+    library does not load.
     """
-    ready = prebuilt.find(device_type)
-    if isinstance(ready, Path):
-        try:
-            torch.ops.load_library(str(ready))
-        except OSError as error:
-            log.warning("hot: building %s, since it does not load: %s", ready.name, error)
-        else:
-            return ready
     path = build(extension_for(device_type))
     try:
         torch.ops.load_library(str(path))

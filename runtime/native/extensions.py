@@ -79,7 +79,6 @@ _CPU_SOURCES = tuple(
         *("quantize/pack_int4.cpp", "isa/kernels.cpp"),
         *("gemm/scaled_int_mm.cpp", "gemm/int_product.cpp"),
         *("conv/frames.cpp", "conv/grad_weight.cpp", "conv/grad_input.cpp"),
-        "common/old_glibc.cpp",
     )
 )
 
@@ -99,7 +98,7 @@ def cpu_extension() -> Extension:
     return Extension(
         name="hot_cpu",
         sources=_CPU_SOURCES + (_X86_VARIANTS if x86 else (_PORTABLE,)),
-        inputs=("common", "cpu"),
+        inputs=("cpu",),
         flags=_CPU_FLAGS + (("-DHOT_X86",) if x86 else ()),
         link_flags=("-ltorch_cpu", "-lc10"),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hot_compile.errors import BuildError
-from hot_compile.runtime.native import build, prebuilt
+from hot_compile.runtime.native import build
 from hot_compile.runtime.native.extensions import hash_tree
 
 
@@ -20,8 +20,7 @@ class Provider:
     """Operators for one device type, as far as can be known without building them.
 
     ``fast_int8``: integer products outrun fp32 ones; otherwise they are exact but slow, and
-    ``reason`` says why. ``available`` False: ``reason`` says what is missing. ``origin``: whether
-    they came with the package, or why they are built here.
+    ``reason`` says why. ``available`` False: ``reason`` says what is missing.
     """
 
     device_type: str
@@ -29,7 +28,6 @@ class Provider:
     reason: str
     isa: str = "none"
     fast_int8: bool = False
-    origin: str = ""
 
 
 def _cpu_isa(flags: Mapping[str, object]) -> str:
@@ -42,23 +40,19 @@ def _cpu_status() -> Provider:
     flags = torch.cpu.get_capabilities()
     isa, vnni = _cpu_isa(flags), bool(flags.get("avx512_vnni"))
     try:
-        origin = _origin("cpu")
+        _check("cpu")
     except BuildError as error:
         return Provider("cpu", False, str(error), isa)
     if vnni:
-        return Provider("cpu", True, f"{isa} with VNNI", isa, True, origin)
+        return Provider("cpu", True, f"{isa} with VNNI", isa, True)
     why = f"{isa} without AVX512-VNNI: integer products are exact but slower than fp32 ones"
-    return Provider("cpu", True, why, isa, False, origin)
+    return Provider("cpu", True, why, isa)
 
 
-def _origin(device_type: str) -> str:
-    """Where the operators come from. Raises BuildError if they can be neither found nor built."""
-    ready = prebuilt.find(device_type)
-    if isinstance(ready, Path):
-        return f"came with the package: {ready}"
+def _check(device_type: str) -> None:
+    """Raises BuildError if the operators cannot be built."""
     build.extension_for(device_type)
     build.find_compiler()
-    return f"built here on first use: {ready}"
 
 
 def status(device_type: str) -> Provider:
@@ -66,10 +60,10 @@ def status(device_type: str) -> Provider:
     if device_type == "cpu":
         return _cpu_status()
     try:
-        origin = _origin(device_type)
+        _check(device_type)
     except BuildError as error:
         return Provider(device_type, False, str(error))
-    return Provider(device_type, True, "", device_type, True, origin)
+    return Provider(device_type, True, "", device_type, True)
 
 
 @functools.cache

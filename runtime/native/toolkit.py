@@ -29,7 +29,6 @@ _PLAIN = (
     *("gemm/ops.cu", "gemm/plan.cu", "gemm/combine.cu", "gemm/sm80.cu", "gemm/sm80_int4.cu"),
     *("quantize/ops.cu", "quantize/pack_int4.cu", "one_read/ops.cu"),
     *("storage/ops.cu", "storage/compress_int8.cu", "storage/rescale.cu"),
-    "common/old_glibc.cu",
 )
 # Slow to compile, so once for each variant, side by side: see csrc/cuda/common/variant.hpp.
 _PER_ELEMENT = (
@@ -154,7 +153,7 @@ def cuda_extension(archs: tuple[str, ...] | None = None) -> Extension:
     return Extension(
         name="hot_cuda",
         sources=_sources(chosen),
-        inputs=("common", "cuda"),
+        inputs=("cuda",),
         flags=(*_FLAGS, *hopper, f"-I{find_cutlass()}"),
         # cudart comes with libtorch_cuda: the very one that torch runs on
         link_flags=("-ltorch_cuda", "-ltorch_cpu", "-lc10", "-lc10_cuda"),

@@ -1,1 +1,0 @@
-#include "common/old_glibc.hpp"
