@@ -31,7 +31,6 @@ from hot_compile.progress import progress
 from hot_compile.runtime.native.extensions import Extension, Source, cpu_extension
 from hot_compile.runtime.native.toolkit import cuda_extension
 
-
 TIMED_AS = "hot_compile.build"
 """By this key Dynamo's account of times holds what building took."""
 _CXX_NAMES = ("g++", "clang++", "c++")
