@@ -208,8 +208,10 @@ def test_no_layer_raises_the_peak_that_a_step_has_exact():
             model = Alone(batch, 128256, 4096)
         return model.to_empty(device="cpu"), (torch.zeros(batch, dtype=torch.int64),)
 
-    (graph,) = predict(alone, 8192, "h100").graphs
-    (decision,) = graph.plan
+    (graph,) = predict(alone, 8192, "h100", options={"head": "int8"}).graphs
+    (head,), (decision,) = graph.plan.heads, graph.plan
+    assert head.way == "off"
+    assert re.search(r"int8 takes \d+ MiB more than the whole head", head.reason)
     above = re.fullmatch(r"INT8 .* take (\d+) MiB above the step's exact peak", decision.reason)
     assert above
     assert int(above[1]) == pytest.approx(4040 - 3070, rel=0.04)

@@ -21,6 +21,8 @@ OFF, FORWARD, BACKWARD = "off", "gradients in the forward", "logits twice"
 LAYERS_BY_OVERRIDE = "its products are a layer's by override: "
 """How a head's reason begins if ``override`` gave it a strategy that does not work on chunks."""
 
+LEAST = 2**25
+"""Bytes that are not worth a reason."""
 _BESIDE = 12
 """Bytes a logit that integers move besides what a layer's products do, for what stands at the
 labels and for sums of chunks: on an H200 9 at widths of 2048 and 4096, and exact chunks of such
@@ -94,20 +96,23 @@ def _choice(
     off = _left_out(found, config, forced)
     if off or isinstance(found, Refused):
         return OFF, asked or Strategy.EXACT, off
-    if wanted is Strategy.EXACT:
-        way, reason = _way(found, False)
-        saved = _saved(found)
-        if saved is not None and max(saved, 0) < config.head_min_bytes:
-            return OFF, wanted, "what chunks of it add up in fp32 takes as much as its logits"
-        return way, wanted, reason
-    unfit = _unfit(found, wanted, pricing) or ("" if forced else _loss(found, config, pricing))
-    if unfit and forced:
-        return OFF, wanted, LAYERS_BY_OVERRIDE + unfit
-    way, reason = _way(found, not unfit)
-    if unfit:
-        return way, Strategy.EXACT, f"{reason}; its gradients' products stay exact: {unfit}"
-    own = f"its gradients' products are {wanted}{' by override' if forced else ''}"
-    return way, wanted, f"{reason}; {own}"
+    unfit: str | None = ""
+    if wanted is not Strategy.EXACT:
+        unfit = _unfit(found, wanted, pricing) or (
+            "" if forced else _loss(found, config, pricing) or _above(found)
+        )
+        if unfit and forced:
+            return OFF, wanted, LAYERS_BY_OVERRIDE + unfit
+        if not unfit:
+            way, reason = _way(found, True)
+            own = f"its gradients' products are {wanted}{' by override' if forced else ''}"
+            return way, wanted, f"{reason}; {own}"
+        unfit = f"; its gradients' products stay exact: {unfit}"
+    way, reason = _way(found, False)
+    saved = _saved(found)
+    if saved is not None and max(saved, 0) < config.head_min_bytes:
+        way, reason = OFF, "what chunks of it add up in fp32 takes as much as its logits"
+    return way, Strategy.EXACT, f"{reason}{unfit}"
 
 
 def _left_out(found: Head | Refused, config: HotConfig, forced: bool) -> str:
@@ -164,6 +169,22 @@ def _loss(found: Head, config: HotConfig, pricing: Pricing) -> str:
     exact, ours = layer_price(Strategy.INT8, How(), rates, dtype, shape).times()
     gain = exact / (ours + _BESIDE * shape.rows * shape.outputs / rates.transform)
     return "" if gain >= config.min_gain else f"not worth it: int8 predicted {gain:.2f}x exact"
+
+
+def _above(found: Head) -> str:
+    """Why integers would take more memory than the whole head, if so.
+
+    Besides the sum in fp32, W and x in 8 bits, and two forms of a chunk's gradient beside it.
+    """
+    (rows, outputs), inputs = (
+        map(hint, found.value.shape),
+        hint(shape_of(found.product.args[-2])[1]),
+    )
+    itemsize, weight = found.value.dtype.itemsize, outputs * inputs
+    chunk = _chunk_bytes(found, rows, outputs, inputs, itemsize)
+    ours = (5 if _adds_up(found) else 1) * weight + rows * inputs + chunk + 2 * chunk // itemsize
+    above = ours - bytes_of(found.value) - weight * itemsize
+    return f"int8 takes {above / 2**20:.0f} MiB more than the whole head" if above > LEAST else ""
 
 
 def _way(found: Head, integers: bool) -> tuple[str, str]:
