@@ -1,15 +1,12 @@
 """``hot-compile`` as a whole: groups, examples, JSON, ``doctor``, and what the package shows."""
 
 import json
-import os
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
 import typer
-from torch import nn
 from typer.testing import CliRunner
 
 import hot_compile
@@ -99,32 +96,13 @@ def test_without_inductors_cache_nothing_is_ready(tmp_path):
     assert told["ready"] == []
 
 
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory):
-    layers = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    found = hot_compile.calibrate(
-        layers, [torch.randn(48, 64)], lambda model, x: model(x).square().mean(), progress=False
-    )
-    found.save(path := tmp_path_factory.mktemp("profile") / "profile.json")
-    return path
+def test_findings_are_forgotten(tmp_path, monkeypatch):
+    from hot_compile.observing import acceptance
 
-
-def test_a_profile_is_shown_on_80_columns(profile):
-    code = f"from hot_compile.cli import app; app(['profile', 'show', {str(profile)!r}])"
-    environment = {**os.environ, "COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    lines = re.sub(r"\x1b\[[\d;]*m", "", done.stdout).splitlines()
-    heads = [line for line in lines if line.split()[:1] == ["layer"]]
-    assert len(heads) >= 5  # a table each of g_x, g_w, x, W, g_y: no head is broken in two
-    assert all("kurtosis" in head and "HLA keeps" in head for head in heads[-3:])
-
-
-def test_a_profile_as_json(profile):
-    shown = json.loads(invoke("profile", "show", str(profile), "--json"))
-    assert set(shown) == {"0", "2"}
-    assert json.loads(invoke("profile", "diff", str(profile), str(profile), "--json")) == []
+    monkeypatch.setattr(acceptance, "folder", lambda: tmp_path)
+    (tmp_path / "one.json").write_text("{}")
+    assert "forgot the findings of 1 graphs" in invoke("profile", "forget")
+    assert not list(tmp_path.iterdir())
 
 
 def test_rates_and_plans_as_json(tmp_path, monkeypatch):

@@ -286,26 +286,6 @@ def test_bad_profiles(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ProfileFormatError, match="expected"):
         Profile.load(path)
-    for command in (["show", str(path)], ["diff", str(path), str(path)]):
-        done = CliRunner().invoke(app, ["profile", *command])
-        assert done.exit_code == 2, done.output
-        assert isinstance(done.exception, SystemExit)
-
-
-def test_markup_in_names_is_shown_as_it_is(tmp_path):
-    """Tables take no name for rich's markup: an unbalanced [/red] would raise."""
-    paths = [tmp_path / name for name in ("a[/red].json", "b.json")]
-    paths[0].parent.mkdir()
-    paths[0].write_text(json.dumps(GOOD))
-    paths[1].write_text(json.dumps(GOOD).replace("0.01", "0.02"))
-    layer = ["--layer", "blocks[/red].0"]
-    for command in (["show", str(paths[0])], ["show", str(paths[0]), *layer]):
-        done = CliRunner().invoke(app, ["profile", *command])
-        assert done.exit_code == 0, done.output
-        assert "blocks[/red].0" in done.output
-    done = CliRunner().invoke(app, ["profile", "diff", *map(str, paths)])
-    assert done.exit_code == 1
-    assert "blocks[/red].0" in done.output
 
 
 def test_markup_in_modules_is_shown_as_it_is():

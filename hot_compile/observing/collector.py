@@ -17,7 +17,6 @@ from hot_compile.passes.measure.conv import (
     conv_forward_measures,
     conv_granule_errors,
     conv_measures,
-    conv_stats,
 )
 from hot_compile.passes.measure.linear import (
     compare,
@@ -25,7 +24,6 @@ from hot_compile.passes.measure.linear import (
     grad_input_measures,
     grad_weight_measures,
     granule_errors,
-    tensor_stats,
 )
 from hot_compile.passes.measure.observe import Layer, Observer
 from hot_compile.passes.measure.stored import Fed
@@ -35,7 +33,6 @@ from hot_compile.passes.profile.profile import (
     Measure,
     Profile,
     StorageMeasure,
-    TensorStats,
 )
 
 _DIGITS = 4
@@ -71,14 +68,8 @@ class Collector(Observer):
     ) -> dict[str, Tensor]:
         gx = {} if weight is None else grad_input_measures(g, weight)
         gw = {} if x is None else grad_weight_measures(g, x, self._rank, layer.tokens)
-        operands = {"x": x, "weight": weight, "grad_output": g}
-        stats = {
-            name: tensor_stats(tensor, self._rank)
-            for name, tensor in operands.items()
-            if tensor is not None
-        }
         y = {} if x is None or weight is None else forward_measures(x, weight)
-        return _figures(gx, gw, granule_errors(g, self._rank), stats, y)
+        return _figures(gx, gw, granule_errors(g, self._rank), y)
 
     def _measure_convolution(
         self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None
@@ -87,10 +78,9 @@ class Collector(Observer):
         assert weight is not None
         assert x is not None
         gx, gw = conv_measures(layer.site, g, weight, x, self._rank)
-        stats = conv_stats(g, weight, x, self._rank)
         # on a GPU no convolution is ours, and the operators' definitions take memory
         y = {} if x.is_cuda else conv_forward_measures(layer.site, weight, x)
-        return _figures(gx, gw, conv_granule_errors(g, self._rank), stats, y)
+        return _figures(gx, gw, conv_granule_errors(g, self._rank), y)
 
     def gradient(self, name: str, got: Tensor, want: Tensor) -> None:
         """Keep (error, cosine) of one parameter's gradient as the step has it."""
@@ -165,7 +155,6 @@ def _figures(
     gx: Pairs,
     gw: Pairs,
     granules: tuple[Tensor, Tensor],
-    stats: dict[str, dict[str, Tensor]],
     forward: Pairs,
 ) -> dict[str, Tensor]:
     """All that was measured of a layer in one backward, by the path of its place in a profile."""
@@ -175,20 +164,16 @@ def _figures(
             figures[f"{side} {variant} error"] = error
             figures[f"{side} {variant} cosine"] = cosine
     figures["token_error"], figures["tensor_error"] = granules
-    for name, found in stats.items():
-        figures.update({f"stats {name} {key}": value for key, value in found.items()})
     return figures
 
 
 def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerProfile:
     mean = {key: _rounded(statistics.fmean(row[key] for row in found)) for key in found[0]}
     sides: dict[str, dict[str, dict[str, float]]] = {name: {} for name in SIDES}
-    stats: dict[str, dict[str, float]] = {}
     for key, value in mean.items():
         parts = key.split(" ")
         if len(parts) == 3:
-            target = stats if parts[0] == "stats" else sides[parts[0]]
-            target.setdefault(parts[1], {})[parts[2]] = value
+            sides[parts[0]].setdefault(parts[1], {})[parts[2]] = value
     return LayerProfile(
         outputs=layer.outputs,
         inputs=layer.inputs,
@@ -199,7 +184,6 @@ def _average(layer: Layer, rows: int, found: list[dict[str, float]]) -> LayerPro
         grad_weight={key: Measure(**value) for key, value in sides["grad_weight"].items()},
         token_error=mean["token_error"],
         tensor_error=mean["tensor_error"],
-        stats={key: TensorStats(**value) for key, value in stats.items()},
         forward={key: Measure(**value) for key, value in sides["forward"].items()},
     )
 

@@ -24,7 +24,6 @@ from hot_compile.passes.measure.linear import (
     compare,
     granule_errors,
     relative,
-    tensor_stats,
 )
 from hot_compile.passes.profile.profile import ROTATED, config_variant, gx_variant
 
@@ -123,9 +122,3 @@ def _weight_only(site: Site) -> Site:
 def conv_granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """``measure.granule_errors`` of g_y, a row for each position."""
     return granule_errors(rows_of(g), rank)
-
-
-def conv_stats(g: Tensor, weight: Tensor, x: Tensor, rank: int) -> dict[str, dict[str, Tensor]]:
-    """``measure.tensor_stats`` of the three operands: positions by channels, filters by weights."""
-    matrices = {"x": rows_of(x), "weight": weight.flatten(1), "grad_output": rows_of(g)}
-    return {name: tensor_stats(matrix, rank) for name, matrix in matrices.items()}

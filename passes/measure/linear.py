@@ -169,31 +169,3 @@ def granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
             errors.append(torch.dist(q * scale.unsqueeze(1), values))
     norm = torch.stack(norms).norm()
     return torch.stack(token).norm() / norm, torch.stack(tensor).norm() / norm
-
-
-def tensor_stats(t: Tensor, rank: int) -> dict[str, Tensor]:
-    """The fields of ``TensorStats`` for a matrix whose rows HLA would group consecutively."""
-    norms, low, rows, columns = [], [], [], []
-    for block in _blocks(t):
-        block = block.float()
-        norms.append(block.norm())
-        low.append(low_pass(block, rank).norm())
-        size = block.abs()
-        rows.append(size.amax(1))
-        columns.append(size.amax(0))
-    norm, row = torch.stack(norms).norm(), torch.cat(rows)
-    column = torch.stack(columns).amax(0)
-    rms = norm / t.numel() ** 0.5
-    fourth = [(block.float() / rms).square_().square_().sum() for block in _blocks(t)]
-    return {
-        "row_peak": row.amax() / _positive_median(row),
-        "column_peak": column.amax() / _positive_median(column),
-        "absmax": row.amax() / rms,
-        "kurtosis": torch.stack(fourth).sum() / t.numel(),
-        "hla_energy": (torch.stack(low).norm() / norm).square(),
-    }
-
-
-def _positive_median(absmax: Tensor) -> Tensor:
-    """Median, but never 0: rows of padding or of masked tokens are all zero."""
-    return torch.maximum(absmax.median(), absmax.amax() * 1e-6)

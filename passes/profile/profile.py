@@ -15,9 +15,10 @@ from hot_compile.errors import ProfileFormatError, ProfileMismatchError
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import Site, hint
 
-PROFILE_VERSION = 4
-_READ = (1, 2, 3, 4)
-"""Version 1 had no ``gradients``, version 2 no ``forward``, version 3 no ``storage``."""
+PROFILE_VERSION = 5
+_READ = (1, 2, 3, 4, 5)
+"""Version 1 had no ``gradients``, version 2 no ``forward``, version 3 no ``storage``; until
+version 4 there were ``stats`` of every layer's operands, which nothing read."""
 _FORMAT = "hot-compile profile"
 SIDES = ("grad_input", "grad_weight", "forward")
 """Of a layer: its products, whose variants are measured."""
@@ -34,22 +35,6 @@ class Measure:
     error: float
     """Norm of the difference over the norm of the exact gradient."""
     cosine: float
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorStats:
-    """Outliers of one operand, as a matrix whose rows are tokens (x, g_y) or outputs (W)."""
-
-    row_peak: float
-    """Largest row absmax over the median row absmax: what scales per row repair."""
-    column_peak: float
-    """Largest column absmax over the median column absmax."""
-    absmax: float
-    """Largest magnitude over the RMS."""
-    kurtosis: float
-    """Fourth moment over the squared second: 3 for Gaussian values."""
-    hla_energy: float
-    """Fraction of the energy that HLA keeps of consecutive rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +56,6 @@ class LayerProfile:
     """Relative L2 error of g_y, as g_w reads it, with one INT8 scale per token (row)."""
     tensor_error: float | None
     """The same with one scale per tensor."""
-    stats: Mapping[str, TensorStats]
-    """Of ``x``, ``weight`` and ``grad_output``."""
     forward: Mapping[str, Measure] = dataclasses.field(default_factory=dict)
     """Of y with both operands in 8 bits, as far as it varies over the rows: ``ROTATED``, ``PLAIN``.
     Empty where the backward does not read both x and W, or the file is an old one."""
@@ -274,7 +257,6 @@ def _layer(entry: dict[str, Any]) -> LayerProfile:
     fixed = {
         "grad_input": {k: _numbers(Measure, v) for k, v in entry["grad_input"].items()},
         "grad_weight": {k: _numbers(Measure, v) for k, v in entry["grad_weight"].items()},
-        "stats": {k: _numbers(TensorStats, v) for k, v in entry["stats"].items()},
     }
     if "forward" in entry:
         fixed["forward"] = {k: _numbers(Measure, v) for k, v in entry["forward"].items()}
@@ -283,4 +265,5 @@ def _layer(entry: dict[str, Any]) -> LayerProfile:
     for name in ("token_error", "tensor_error"):
         if entry[name] is not None:
             _number(entry[name])
-    return LayerProfile(**{**entry, **fixed})
+    known = {name: value for name, value in entry.items() if name != "stats"}
+    return LayerProfile(**{**known, **fixed})
