@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .observing.certificate import Certificate, certificate
     from .observing.monitor import Monitor
     from .passes.profile.profile import Profile
-    from .schedule import load_state_dict, set_step, state_dict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +31,7 @@ __all__ = [
     "checkpoint",
     "compress_boundaries",
     "explain",
-    "load_state_dict",
     "memory_report",
-    "set_step",
-    "state_dict",
 ]
 
 _HOMES = {
@@ -44,9 +40,6 @@ _HOMES = {
     "Certificate": "observing.certificate",
     "certificate": "observing.certificate",
     "Monitor": "observing.monitor",
-    "load_state_dict": "schedule",
-    "set_step": "schedule",
-    "state_dict": "schedule",
     "calibrate": "calibration",
     "Profile": "passes.profile.profile",
     "explain": "inspect",

@@ -49,7 +49,6 @@ from .passes.profile.profile import Profile
 from .passes.storage.step_time import StepTime
 from .record import NO_PLAN, Dump, GraphReport, Held, Listener, Recorder, run_uncompiled
 from .runtime.planes import RESTORED_OPERATIONS
-from .schedule import Scheduled, current_bits
 from .stand_in import stand_in
 
 _REALIZED = "realize_opcount_threshold"
@@ -333,7 +332,7 @@ class _Graph:
 
     def changes_by(self, config: HotConfig, profile: Profile | None) -> Differs:
         """What says whether it comes out otherwise if a step takes so long; nothing is lowered."""
-        if self.budget or config.schedule:  # a ledger is not to be asked twice
+        if self.budget:  # a ledger is not to be asked twice
             return lambda args, step: True
         gm, bare, before = twin(self.gm), self._bare, self.known.step
 
@@ -421,24 +420,9 @@ class _Graph:
         gauge.compiled(self.plan, crossing, functools.partial(room, self.devices))
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
-        """The graph for good: compiled once, or once for every width of a schedule.
-
-        The recorder is told of the width in force now, which is the one that runs: a graph counts
-        once. Dumps are made of every width.
-        """
-        run = self._phases(config, profile) if config.schedule else self.compile(config, profile)
+        """The graph for good."""
+        run = self.compile(config, profile)
         return Budgeted(run, self.budget) if self.budget and self._compiles_again else run
-
-    def _phases(self, config: HotConfig, profile: Profile | None) -> Scheduled:
-        """Once for every width of a schedule."""
-        compiled = {}
-        for bits in sorted({phase.gx_bits for phase in config.schedule}):
-            graph = dataclasses.replace(self, gm=twin(self.gm))
-            if bits != current_bits(config.schedule):
-                graph = dataclasses.replace(graph, recorder=self.recorder and Dump(), listener=None)
-            own = dataclasses.replace(config, schedule=(), gx_bits=bits)
-            compiled[bits] = graph.compile(own, profile)
-        return Scheduled(config.schedule, compiled)
 
 
 def _final(

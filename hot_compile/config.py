@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping
 from enum import Enum
@@ -80,15 +79,6 @@ class Memory(str, Enum):
 
     def __str__(self) -> str:
         return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A stretch of training with its own widths."""
-
-    until_step: int | None
-    """The first optimizer step that is not part of it; None: to the end."""
-    gx_bits: int
 
 
 def _strategies(names: str) -> tuple[Strategy, ...]:
@@ -179,9 +169,6 @@ class HotConfig:
     error_budget: float | None = 0.2
     """With a profile: largest relative error of a layer's g_x and g_w; storing one tensor may take
     a part of it (docs/adr/0022). None: whatever was measured (``paper``)."""
-    schedule: tuple[Phase, ...] = ()
-    """Widths that change with the optimizer's steps: ``[{"until_step": 5000, "gx_bits": 8},
-    {"gx_bits": 4}]``; each is compiled at once, none again."""
     forward: str = "exact"
     """"int8": layers' forward products on INT8 wherever that is predicted faster (docs/forward.md);
     gradients pass straight through the rounding. "exact": as Inductor does them."""
@@ -353,30 +340,6 @@ def _bits_by_glob(name: str, value: object) -> tuple[tuple[str, int | str], ...]
     return tuple((glob, bits[parsers.one_of(*bits)(name, v)]) for glob, v in value.items())
 
 
-def _schedule(name: str, value: object) -> tuple[Phase, ...]:
-    expected = (
-        'a list such as [{"until_step": 5000, "gx_bits": 8}, {"gx_bits": 4}]: rising until_step, '
-        "none in the last"
-    )
-    if not isinstance(value, (list, tuple)) or not value:
-        raise OptionError.value(name, value, expected)
-    phases = []
-    for place, entry in enumerate(value):
-        last = place == len(value) - 1
-        keys = {"gx_bits"} if last else {"until_step", "gx_bits"}
-        if not isinstance(entry, Mapping) or set(entry) != keys:
-            raise OptionError.value(name, value, expected)
-        bits = entry["gx_bits"]
-        if bits not in (4, 8) or type(bits) is not int:
-            raise OptionError.value(name, value, expected)
-        phases.append(Phase(entry.get("until_step"), bits))
-    ends = [0, *(phase.until_step for phase in phases[:-1])]
-    whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
-    if not whole or any(a >= b for a, b in itertools.pairwise(ends)):  # type: ignore[operator]
-        raise OptionError.value(name, value, expected)
-    return tuple(phases)
-
-
 _PARSERS: dict[str, Any] = {
     "strategies": _strategy_list,
     "gx_bits": parsers.one_of(4, 8, None),
@@ -407,7 +370,6 @@ _PARSERS: dict[str, Any] = {
     "lqs_batches": parsers.at_least(1),
     "lqs_rechecks": parsers.at_least(0),
     "error_budget": parsers.error_budget,
-    "schedule": _schedule,
     "forward": parsers.one_of("exact", "int8"),
     "forward_budget": parsers.error_budget,
     "accept": parsers.one_of("auto", "free", "remembered", "off"),

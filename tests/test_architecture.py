@@ -81,7 +81,7 @@ ROOMS = {"hot_compile.runtime"}, {"hot_compile.passes"}
 BELOW_BACKEND = {
     f"hot_compile.{name}"
     for name in (
-        *("observing", "memory", "graphs", "record", "schedule", "detached_logits", "frameworks"),
+        *("observing", "memory", "graphs", "record", "detached_logits", "frameworks"),
         *("budget", "figures", "inductor", "unchanged", "stand_in"),
         *("again", "guarantee", "reproduction", "together"),
     )

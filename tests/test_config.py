@@ -8,7 +8,6 @@ from hot_compile.config import (
     RECIPES,
     HotConfig,
     Memory,
-    Phase,
     Rows,
     Strategy,
     option_names,
@@ -51,6 +50,7 @@ BITS = "[6, 8, 12, 'exact', 'around6', 'around8', 'around12']"
         ({"recipes": "hot"}, "valid ones of ours are"),
         ({"hot.nonsense": 1}, "valid ones of ours are"),
         ({"hot.gathered": True}, "valid ones of ours are"),
+        ({"schedule": [{"gx_bits": 8}]}, "valid ones of ours are"),
         (
             {"recipe": "turbo"},
             "'exact', 'fast', 'hot', 'int4-naive', 'int8', 'int8-forward', 'lbp-wht', 'luq', ",
@@ -164,7 +164,6 @@ def test_hash_sees_every_field():
         "rates": (("integer", 1.0),),
         "profile": "x",
         "error_budget": 0.1,
-        "schedule": (Phase(3, 8), Phase(None, 4)),
         "lqs": "auto",
         "lqs_warm_up": 3,
         "lqs_batches": 3,

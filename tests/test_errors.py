@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from hot_compile import Monitor, set_step
+from hot_compile import Monitor
 from hot_compile.backend import hot
 from hot_compile.cli import app, doctor
 from hot_compile.config import Strategy, option_names
@@ -174,11 +174,8 @@ def test_warnings_come_once(recwarn):
     assert len([w for w in recwarn if w.category is OptionWarning]) == 1
 
 
-@pytest.mark.parametrize("schedule", [None, [{"until_step": 5, "gx_bits": 8}, {"gx_bits": 4}]])
-def test_a_graph_counts_once(schedule):
-    set_step(0)  # a schedule's width goes by the steps of the whole process
-    options = {**ALWAYS, **({"schedule": schedule} if schedule else {})}
-    explanation = explain(mlp(), torch.randn(64, 64), options=options)
+def test_a_graph_counts_once():
+    explanation = explain(mlp(), torch.randn(64, 64), options=ALWAYS)
     assert len(explanation.graphs) == 1
     assert [d.site for d in explanation.plan] == ["0", "2"]
     assert {d.gx_bits for d in explanation.plan} == {8}

@@ -165,13 +165,10 @@ def test_forwards_of_a_step_are_watched_until_its_backward_and_judged_as_a_sum()
     assert monitor.compiles <= 3
 
 
-def test_with_auto_and_a_schedule(tmp_path):
+def test_with_auto(tmp_path):
     seen = {}
     model, x = net(), torch.randn(64, 64)
-    options = {
-        "lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1, "profile": tmp_path / "p.json",
-        "schedule": [{"until_step": 3, "gx_bits": 8}, {"gx_bits": 4}],
-    }  # fmt: skip
+    options = {"lqs": "auto", "lqs_warm_up": 1, "lqs_batches": 1, "profile": tmp_path / "p.json"}
     step = compiled(model, hot_compile.Monitor(every=2, callback=seen.__setitem__), **options)
     for _ in range(8):
         step(x).square().mean().backward()

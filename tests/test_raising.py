@@ -260,7 +260,6 @@ def test_data_that_drift_raise_the_tensor_that_sees_them():
     [
         {"memory_budget": 0.25},
         {"recompute": False},
-        {"schedule": [{"until_step": 3, "gx_bits": 8}, {"gx_bits": 4}]},
     ],
 )
 def test_beside_other_options(options):
