@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import networkx
 import torch
 from rich.table import Table
 from torch import fx
@@ -19,7 +17,6 @@ from .again import twin
 from .backend import hot
 from .config import Strategy
 from .figures import most_frequent_reason
-from .graphs import union
 from .page import save_page
 from .passes.cost import tuned
 from .passes.head.plan import HeadDecision
@@ -63,11 +60,6 @@ class Explanation:
     def held_bytes(self) -> int:
         """Bytes kept from forward to backward by all graphs together."""
         return sum(graph.held_bytes for graph in self.graphs)
-
-    @functools.cached_property
-    def graph(self) -> networkx.DiGraph:
-        """The joint graphs with the plan carried out, side by side (``hot_compile.graphs``)."""
-        return union(self.graphs)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form of every graph."""

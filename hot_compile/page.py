@@ -100,7 +100,7 @@ def page_data(
         },
         "turn": timeline.turn,
         "graphs": [
-            {stage: _nodes(stage_of(graph, stage)[0]) for stage in ("before", "after")}
+            {stage: _nodes(stage_of(graph, stage)) for stage in ("before", "after")}
             for graph in graphs
         ],
     }
@@ -133,7 +133,7 @@ def _layers(number: int, graph: GraphReport, profile: Profile | None) -> list[di
 
 def _inputs(graph: GraphReport) -> dict[str, Crossing]:
     """By layer: what crosses of the x that its product reads, through views and casts."""
-    facts = {n.name: n for n in stage_of(graph, "before")[0].nodes}
+    facts = {n.name: n for n in stage_of(graph, "before").nodes}
     crossing = {c.name: c for c in graph.crossing}
     found: dict[str, Crossing] = {}
     for n in facts.values():
