@@ -109,9 +109,7 @@ def test_errors_are_the_chosen_strategys(explained):
     gx = gx_variant(d.gx_bits, d.per_channel)
     names = [gw_variant(d.strategy, rows, d.per_channel) for rows in ("batch", "consecutive")]
     measures = {name: Measure(0.25, 0.9) for name in names}
-    layer = LayerProfile(
-        64, 96, 256, "float32", 1, {gx: Measure(0.5, 0.8)}, measures, None, None, {}
-    )
+    layer = LayerProfile(64, 96, 256, "float32", 1, {gx: Measure(0.5, 0.8)}, measures, None, None)
     profile = Profile(8, {"last": layer, "head": layer})
     errors = {
         row["site"]: row["errors"] for row in page_data(explained.graphs, None, profile)["layers"]

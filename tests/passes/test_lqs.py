@@ -17,7 +17,7 @@ def layer(gw=0.1, gx4=0.3, gx8=0.02, token=None, tensor=None):
     """A layer of which INT8 and HLA were measured, its g_x with 4 and 8 bits."""
     weight = {"int8": Measure(gw, 1.0), "hla8/batch": Measure(3 * gw, 0.9)}
     inputs = {"int4": Measure(gx4, 1.0), "int8": Measure(gx8, 1.0)}
-    return LayerProfile(64, 64, 64, "float32", 2, inputs, weight, token, tensor, {})
+    return LayerProfile(64, 64, 64, "float32", 2, inputs, weight, token, tensor)
 
 
 @pytest.mark.parametrize(

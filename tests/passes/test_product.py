@@ -58,7 +58,7 @@ def choose(one, device_rates=VNNI, layer=None, **options):
 def measured(rotated, plain=1.0):
     """A layer whose output was measured this far off, rotated and as it is."""
     forward = {ROTATED: Measure(rotated, 1), PLAIN: Measure(plain, 1)}
-    return LayerProfile(3072, 768, 6304, "float32", 2, {}, {}, None, None, {}, forward)
+    return LayerProfile(3072, 768, 6304, "float32", 2, {}, {}, None, None, forward)
 
 
 # --- what it computes
