@@ -14,7 +14,6 @@ from hot_compile.errors import CalibrationError
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.measure.conv import (
     Pairs,
-    conv_forward_measures,
     conv_granule_errors,
     conv_measures,
 )
@@ -78,9 +77,7 @@ class Collector(Observer):
         assert weight is not None
         assert x is not None
         gx, gw = conv_measures(layer.site, g, weight, x, self._rank)
-        # on a GPU no convolution is ours, and the operators' definitions take memory
-        y = {} if x.is_cuda else conv_forward_measures(layer.site, weight, x)
-        return _figures(gx, gw, conv_granule_errors(g, self._rank), y)
+        return _figures(gx, gw, conv_granule_errors(g, self._rank), {})
 
     def gradient(self, name: str, got: Tensor, want: Tensor) -> None:
         """Keep (error, cosine) of one parameter's gradient as the step has it."""

@@ -1,4 +1,4 @@
-"""What a convolution's backward costs, and its 8-bit forward: the kernel's overlap decides.
+"""What a convolution's backward costs: the kernel's overlap decides.
 
 L counts small positions, O the channels on the small side, I those on the big side times kernel
 offsets (``Site``'s terms). X, S: elements of the big and the small tensor. W: how many times longer
@@ -134,24 +134,6 @@ def _seconds(total: ConvCost, rates: Rates, dtype: str) -> sympy.Expr:
     return time + total.unfolded / rates.unfold + total.folded / rates.fold
 
 
-def _forward(conv: Convolution, folds: bool) -> ConvCost:
-    """y of quantised rows: added up where the kernel lay (``folds``), or of unfolded x."""
-    weight = Cost(bytes=O * I * (E + 1) + 2 * E * O * I * int(conv.offsets > 1), calls=1)
-    copies = Cost(bytes=_layout(conv, gx=False))
-    if not folds:
-        unfolding = ZERO if conv.is_product else X * E + L * I * E
-        read = saved_elements(conv) if conv.is_product else L * I
-        rows = Cost(bytes=unfolding + read * (E + 1), calls=1)
-        product = Cost(int_ops=2 * L * O * I, results=S + X - saved_elements(conv), calls=1)
-        return ConvCost(rows + weight + copies + product)
-    x = saved_elements(conv)
-    products = L * O if conv.transposed else X * O * conv.offsets**2 / I  # of x's positions
-    rows = Cost(bytes=x * (E + 1) + (S + X - x) * E, calls=1)
-    contracted = I if conv.transposed else I / conv.offsets
-    product = Cost(int_ops=2 * products * contracted, calls=1)
-    return ConvCost(rows + weight + copies + product, folded=products)
-
-
 def backward_price(site: Site, strategy: Strategy, rates: Rates, rows: Rows, rank: int) -> Price:
     """A convolution's backward by ``strategy``."""
     conv, dtype = site.conv, str(site.dtype).removeprefix("torch.")
@@ -163,16 +145,3 @@ def backward_price(site: Site, strategy: Strategy, rates: Rates, rows: Rows, ran
     ours = _total(strategy, gx, gw, conv, im2col)
     times = _seconds(exact, rates, dtype), _seconds(ours, rates, dtype)
     return Price(*times, _numbers(site, rank), hint(conv.batch), (L, X, S))
-
-
-def forward_price(site: Site, rates: Rates, folds: bool) -> Price:
-    """A convolution's forward, by ``_forward``.
-
-    A 1 x 1 convolution has so little to multiply that what exact reads and writes shows, too.
-    """
-    conv, dtype = site.conv, str(site.dtype).removeprefix("torch.")
-    assert conv is not None
-    exact = _seconds(ConvCost(Cost(flops=2 * L * O * I, calls=1)), rates, dtype)
-    exact += (X + S) * E / rates.copy
-    ours = _seconds(_forward(conv, folds), rates, dtype)
-    return Price(exact, ours, _numbers(site, rank=0), hint(conv.batch), (L, X, S))

@@ -13,18 +13,13 @@ from hot_compile.config import HotConfig
 from hot_compile.passes.base.graph import strip
 from hot_compile.passes.base.operators import CASTS, VIEWS, is_pointwise
 from hot_compile.passes.base.site import Site, SiteNodes, hint
-from hot_compile.passes.cost.conv import NO_CONVOLUTIONS
-from hot_compile.passes.cost.conv import forward_price as conv_price
 from hot_compile.passes.cost.linear import Price, Rates, Shape
-from hot_compile.passes.forward.convolution import folds, unfolding
 from hot_compile.passes.forward.product import Form, forward_price
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN
 
 _AS_GOOD = 1.25
 """Rotation buys nothing where the error without it is at most this many times as large."""
-_MOST_UNFOLDED = 4
-"""Times x that an unfolded x may be: it is there for a moment, beside all that is held."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +57,20 @@ def choose_forward(
         layer: what calibration measured of it, if it did.
     """
     problem = _not_ours(site) or (rates if isinstance(rates, str) else left_alone)
-    if site.conv is not None and isinstance(rates, Rates) and not rates.convolution:
-        problem = problem or NO_CONVOLUTIONS
     if config.keep_head:
         problem = problem or _is_read_as_it_is(site)
     problem = problem or _over_budget(config, layer)
     if problem:
         return ForwardDecision(site.name, False, problem)
     assert isinstance(rates, Rates)
-    conv, rotated = site.conv, True
-    price = conv_price(site, rates, folds(conv)) if conv else _price(site, rates, True)
+    price, rotated = _price(site, rates, True), True
     if _needs_no_rotation(site, layer, rates):
         plain = _price(site, rates, False)
         if plain.gain() > price.gain():
             price, rotated = plain, False
     gain = round(price.gain(), 3)
     if gain < config.min_gain:
-        would = would_pay(price, "batch" if conv else "number of rows", config.min_gain)
+        would = would_pay(price, "number of rows", config.min_gain)
         reason = f"not worth it: predicted {gain:.2f}x exact; {would}"
         return ForwardDecision(site.name, False, reason, gain)
     exact, ours = price.times()
@@ -101,8 +93,7 @@ def _not_ours(site: Site) -> str | None:
         return "first layer: it reads the graph's input"
     if hint(site.rows) == 0:
         return "empty batch"
-    times = unfolding(site.conv) if site.conv else 0.0
-    return f"its unfolded x would be {times:.1f} times x" if times > _MOST_UNFOLDED else None
+    return "convolution: it has no 8-bit forward" if site.conv else None
 
 
 def _is_read_as_it_is(site: Site) -> str | None:
@@ -121,7 +112,7 @@ def _over_budget(config: HotConfig, layer: LayerProfile | None) -> str | None:
 def _needs_no_rotation(site: Site, layer: LayerProfile | None, rates: Rates) -> bool:
     """It was measured to buy nothing, and x is rounded as it is where it is made. On trust every
     layer is rotated: outliers are common."""
-    if site.conv or layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
+    if layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
         return False
     assert isinstance(site.nodes, SiteNodes)
     if not _fuses(site.nodes.x, rates):

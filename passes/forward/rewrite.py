@@ -16,9 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.emit import Emitter, node_of
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.base.site import ConvNodes, Convolution, Site, SiteNodes
+from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.forward.choose import ForwardDecision
-from hot_compile.passes.forward.convolution import int8_convolution
 from hot_compile.passes.forward.product import Form, int8_product
 
 _CHECKPOINTED = ("recompute", "ac_graph_id")
@@ -60,11 +59,8 @@ def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDec
 
 
 def _replacement(emit: Emitter, site: Site, decision: ForwardDecision) -> fx.Node:
-    if isinstance(site.nodes, SiteNodes):
-        return _product(emit, site.nodes, Form(decision.rotated, site.nodes.weight_is_io))
-    assert isinstance(site.nodes, ConvNodes)
-    assert site.conv is not None
-    return _convolution(emit, site.nodes, site.conv)
+    assert isinstance(site.nodes, SiteNodes)
+    return _product(emit, site.nodes, Form(decision.rotated, site.nodes.weight_is_io))
 
 
 def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
@@ -80,19 +76,6 @@ def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
     x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
     new = node_of(int8_product(x, weight, ones, bias, form, dtype))
     return new if addend is None or in_epilogue else emit(aten.add.Tensor, new, addend)
-
-
-def _convolution(emit: Emitter, nodes: ConvNodes, conv: Convolution) -> fx.Node:
-    """What takes the place of the forward's convolution."""
-    old = nodes.forward
-    addend: Any = old.args[2]
-    bias = None if addend is None else emit.traced(addend)
-    x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
-
-    def ones(rows: torch.Tensor) -> torch.Tensor:
-        return emit.traced(_ones(emit, node_of(rows)))
-
-    return node_of(int8_convolution(x, weight, bias, ones, conv, old.meta["val"]))
 
 
 def _ones(emit: Emitter, rows: fx.Node) -> fx.Node:

@@ -1,8 +1,7 @@
 """How far each strategy's gradients of one convolution are from exact, by the nodes that would run.
 
-So is y of an 8-bit forward. What is measured is the very function that ``rewrite`` builds a graph's
-nodes with. Results are 0-d fp32 tensors on the
-layer's device: nothing here waits for it.
+What is measured is the very function that ``rewrite`` builds a graph's nodes with. Results are 0-d
+fp32 tensors on the layer's device: nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -13,19 +12,16 @@ import torch
 from torch import Tensor
 
 from hot_compile.config import HotConfig, Rows, Strategy
-from hot_compile.passes.base.graph import CHANNEL_DIM, aten
+from hot_compile.passes.base.graph import aten
 from hot_compile.passes.base.site import ConvNodes, Site
-from hot_compile.passes.forward.convolution import int8_convolution
 from hot_compile.passes.layers.decision import Decision, forced
 from hot_compile.passes.layers.positions import rows_of
 from hot_compile.passes.layers.rewrite_conv import ConvStrategy
 from hot_compile.passes.measure.linear import (
-    VARIES,
     compare,
     granule_errors,
-    relative,
 )
-from hot_compile.passes.profile.profile import ROTATED, config_variant, gx_variant
+from hot_compile.passes.profile.profile import config_variant, gx_variant
 
 Gradients = tuple[Tensor | None, Tensor | None]
 """(g_x, g_w) in fp32; None where the layer's backward has no such result."""
@@ -96,22 +92,6 @@ def conv_measures(
             if got is not None and want_gw is not None:
                 gw[config_variant(strategy, config)] = compare(got, want_gw)
     return gx, gw
-
-
-def conv_forward_measures(site: Site, weight: Tensor, x: Tensor) -> Pairs:
-    """``measure.forward_measures``: of y as far as it varies over positions."""
-    assert isinstance(site.nodes, ConvNodes)
-    assert site.conv is not None
-    settings = site.nodes.backward.args[4:10]
-    want = aten.convolution.default(x.float(), weight.float(), None, *settings)
-    # never called: the bias, which alone needs them, is the same for all positions
-    got = int8_convolution(x, weight, None, torch.empty_like, site.conv, want)
-    channels = [n for n in range(want.dim()) if n != CHANNEL_DIM]
-    common = want.mean(channels, keepdim=True)
-    fixed = common.norm() * (want.numel() / common.numel()) ** 0.5
-    common = torch.where((want - common).norm() > VARIES * fixed, common, 0.0)
-    error, norm = torch.dist(got, want), (want - common).norm()
-    return {ROTATED: relative(error / norm, (got - common).norm() / norm)}
 
 
 def _weight_only(site: Site) -> Site:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, is_ours, strip
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten
 from hot_compile.passes.base.operators import VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
@@ -140,19 +140,10 @@ def mark_channels_last(forward: fx.GraphModule) -> None:
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return
     for node in forward.graph.nodes if changes else ():
-        convolved = node.target is aten.convolution.default or _of_our_rows(node)
+        convolved = node.target is aten.convolution.default
         made = node.target not in VIEWS and any(_MARK in n.meta for n in node.all_input_nodes)
         if (convolved or made) and _is_image(node):
             node.meta[_MARK] = True
-
-
-def _of_our_rows(node: fx.Node) -> bool:
-    """A copy of an 8-bit convolution's result, which lies channels last: Inductor leaves it so."""
-    if node.target is not aten.clone.default:
-        return False
-    made = strip(node.args[0], VIEWS)  # type: ignore[arg-type]
-    biased = made.target is aten.add.Tensor
-    return is_ours(made) or (biased and any(map(is_ours, made.all_input_nodes)))
 
 
 def _is_image(node: fx.Node) -> bool:

@@ -46,6 +46,17 @@ def test_gradients_pass_straight_through():
     torch.testing.assert_close(x.grad, g_y @ layer.weight.detach())
 
 
+def test_convolutions_stay_exact_and_say_so():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1))
+    _, _, reports = step(net, torch.randn(2, 3, 16, 16), options=EXACT_BACKWARD)
+    first, *others = reports[0].plan.forwards
+    assert first.reason == "first layer: it reads the graph's input"
+    assert [(f.int8, f.reason) for f in others] == [
+        (False, "convolution: it has no 8-bit forward")
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("autocast", "bias"),
     [

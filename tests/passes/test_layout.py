@@ -78,18 +78,6 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
     assert by_name["convolution"].bytes == values + CHANNELS * 4  # scales; the norm keeps its means
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_so_are_copies_of_an_8_bit_forwards_images(monkeypatch, step, bias):
-    """Its result lies channels last, and the copy that the strides want is left so."""
-    net, image, _ = step
-    if bias:
-        net.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
-    found, graph = marked(monkeypatch, net, image, forward="int8", min_gain=0)
-    assert [forward.int8 for forward in graph.plan.forwards] == [False, True]
-    copies = [n for n in found if n.target is aten.clone.default and n.meta["val"].dim() == 4]
-    assert len(copies) == 1
-
-
 def test_strides_are_kept_where_inductor_keeps_them(monkeypatch, step):
     with torch._inductor.config.patch(layout_optimization=False):
         found, _ = marked(monkeypatch, *step[:2])
