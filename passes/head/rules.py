@@ -170,7 +170,10 @@ def _reduce(at: Following, node: fx.Node, place: Place | None) -> Fact | None:
     keywords: dict[str, Any] = {key: own for key, own in node.kwargs.items() if key == "dtype"}
     if not dims & rows:
         over = 1 if node.target in _ONE_DIM else [1]
-        value = at.emit(_BY_DIM.get(node.target, node.target), value, over, True, **keywords)
+        if node.target is aten.var.correction:
+            value = at.emit(node.target, value, over, **{**node.kwargs, "keepdim": True})
+        else:
+            value = at.emit(_BY_DIM.get(node.target, node.target), value, over, True, **keywords)
         return Fact(value, Place(sizes(node), None, own.window))
     if node.target not in _TWICE:
         raise NotUnderstood("the logits are reduced over more than the vocabulary")
@@ -194,6 +197,7 @@ _TWICE = {
     aten.amax.default: aten.amax.default,
 }
 """What is the same of all rows' as of all elements."""
+_OF_COLUMNS = {aten.amin.default, aten.logsumexp.default, aten.var.correction}
 _BY_DIM: dict[Any, Any] = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
 
 
@@ -220,6 +224,9 @@ def _along(dim: int) -> Rule:
 
 
 _LAST = (-1,)
+_PAIRS = {
+    aten.cumsum.default, aten.sort.default, aten.max.dim, aten.min.dim, aten.median.dim,
+}  # fmt: skip
 
 
 def _item(at: Following, node: fx.Node, place: Place | None) -> Fact:
@@ -280,11 +287,9 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
     aten.expand.default: _expand,
     aten.full.default: _full,
-    **dict.fromkeys({*_TWICE, *_ONE_DIM, aten.amin.default, aten.logsumexp.default}, _reduce),
-    **{op: _along(2) for op in (aten.topk.default,)},
-    **{
-        op: _along(1) for op in (aten.cumsum.default, aten.sort.default, aten.max.dim, aten.min.dim)
-    },
+    **dict.fromkeys({*_TWICE, *_ONE_DIM, *_OF_COLUMNS}, _reduce),
+    **{op: _along(2) for op in (aten.topk.default, aten.kthvalue.default)},
+    **dict.fromkeys(_PAIRS, _along(1)),
     operator.getitem: _item,
     aten.gather.default: _gather,
     **dict.fromkeys((aten.scatter.value, aten.scatter.src, aten.scatter_add.default), _scatter),

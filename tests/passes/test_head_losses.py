@@ -186,6 +186,14 @@ def metrics(logits, g):
     return by_weight(logits, g), right, top, entropy(logits.detach(), g).mean()
 
 
+def standardised(logits, g):
+    """Each row's logits by their own mean and deviation, as in logit-standardised distillation."""
+    own = (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)
+    return -mean(picked(own, g), g) + 1e-3 * logits.var(-1).mean(), logits.detach().median(-1)[
+        0
+    ].sum()
+
+
 LOSSES = {
     "KL to a teacher's logits": (kl, {}, FORWARD),
     "KL to a teacher's head": (kl, {"teacher": True, "bias": True}, FORWARD),
@@ -210,6 +218,7 @@ LOSSES = {
     "regularised": (regularised, {}, FORWARD),
     "weights a row": (by_weight, {}, FORWARD),
     "metrics": (metrics, {}, FORWARD),
+    "standardised, with a median": (standardised, {}, FORWARD),
     "LoRA on the head": (grpo, {"adapted": True}, FORWARD),
     "LoRA on the head, distilled": (kl, {"adapted": True, "teacher": True}, FORWARD),
 }
@@ -257,7 +266,16 @@ class Largest(Reports):
             self.largest[stage] = max(v.numel() for v in made if isinstance(v, torch.Tensor))
 
 
-QUICK = ("KL to a teacher's head", "JSD", "GRPO", "DPO", "any label", "metrics", "LoRA on the head")
+QUICK = (
+    "KL to a teacher's head",
+    "JSD",
+    "GRPO",
+    "DPO",
+    "any label",
+    "metrics",
+    "standardised, with a median",
+    "LoRA on the head",
+)
 
 
 @pytest.mark.parametrize(
