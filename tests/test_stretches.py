@@ -75,7 +75,7 @@ def looks(monkeypatch):
     own, counters = Eager.gradients, []
 
     class Looks(list):
-        risen = None
+        risen, spare = None, 0
 
     def counted(self, *given):
         results = []
@@ -88,6 +88,7 @@ def looks(monkeypatch):
     seen = Looks()
     monkeypatch.setattr(walk, "allocated", lambda _: counters[-1].alive)
     monkeypatch.setattr(walk, "highest", lambda _: counters[-1].alive + seen.risen)
+    monkeypatch.setattr(walk, "spare", lambda _: seen.spare)
     monkeypatch.setattr(walk, "_LITTLE", 0)
     monkeypatch.setattr(Eager, "gradients", counted)
     return seen
@@ -150,8 +151,13 @@ def test_less_memory_finds_the_same(looks):
     assert max(errors) - min(errors) < 1e-5
 
 
-def test_a_look_stops_where_it_does_not_fit(looks):
-    """In the middle is an activation of 16 MiB, which takes thrice that; what is behind counts."""
+@pytest.mark.parametrize("spare", [0, 60 * 2**20])
+def test_a_look_stops_where_it_does_not_fit(looks, spare):
+    """In the middle is an activation of 16 MiB, which takes thrice that; what is behind counts.
+
+    Unless much more is free.
+    """
+    looks.spare = spare
     torch.manual_seed(0)
     layers = nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 16), nn.ReLU(), nn.Linear(16, 16)
     step, x = compiled(nn.Sequential(*layers)), torch.randn(1024, 16)
@@ -159,6 +165,10 @@ def test_a_look_stops_where_it_does_not_fit(looks):
     step(x).square().mean().backward()
     found = hot_compile.certificate(step)
     assert len(found.looks) == 1
+    if spare:
+        assert not found.unseen
+        assert looks.risen < max(looks) < looks.risen + spare
+        return
     ((what, why),) = found.unseen.items()
     assert what == "4 of 6 parameters of graph 0, 0.weight the first"
     assert "memory was too short" in why
@@ -404,6 +414,20 @@ def test_looks_take_what_steps_do_and_what_is_free_if_asked(
         monkeypatch.setattr(walk, name, lambda device, size=size: size * 2**20)
     room = Room((), coming * 2**20, free)
     assert room.left == left * 2**20
+
+
+@pytest.mark.parametrize(("total", "left"), [(4000, 500), (42600, 300)])
+def test_what_does_not_fit_gets_a_quarter_of_what_is_free(total, left, monkeypatch):
+    """But no device is filled by it above 95 %."""
+    monkeypatch.setattr(walk, "cuda_devices", lambda args: [0])
+    for name, size in (("allocated", 600), ("highest", 900), ("unused", 2000)):
+        monkeypatch.setattr(walk, name, lambda device, size=size: size * 2**20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, total * 2**20))
+    room = Room(())
+    assert room.left == 300 * 2**20
+    assert room.widen() is (left > 300)
+    assert room.left == left * 2**20
+    assert not room.widen()
 
 
 @pytest.mark.gpu

@@ -98,7 +98,7 @@ class Eager:
         """
         sizes, room = self._graph.sizes, Room(args, coming, self._free)
         need = sizes.need(0, len(sizes.nodes))
-        if need > room.left:
+        if need > room.left and not (room.widen() and need <= room.left):
             raise TooLarge(
                 f"a look takes {need / 2**20:.0f} MiB at once, {room.left / 2**20:.0f} are to spare"
             )

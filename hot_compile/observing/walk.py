@@ -28,6 +28,9 @@ _LITTLE = 2**26
 """Bytes that a look may take however little steps do."""
 _FREE = 0.9
 """Share of a device's free memory that may be used with ``accept="free"``."""
+_SPARE, _FULL = 0.25, 0.95
+"""Without that: such a share of it where a look cannot do with what steps take, as long as no more
+of the device than this is in use."""
 
 aten = torch.ops.aten
 
@@ -52,7 +55,7 @@ class _Full(RuntimeError):
 
 
 class Room:
-    """What a look may take of GPUs' memory: what steps have taken, and freed."""
+    """What a look may take of GPUs' memory: what steps have taken, and freed; else a bit more."""
 
     def __init__(self, args: Sequence[Any], coming: int = 0, free: bool = False) -> None:
         """``coming``: bytes that the step will take in any case. ``free``: all that is free, too"""
@@ -62,6 +65,15 @@ class Room:
             if free:
                 more = max(more, int(_FREE * unused(device)))
             self._limits[device] = max(highest(device), now + more)
+        self._wide = False
+
+    def widen(self) -> bool:
+        """For what does not fit: take some of what is free besides, from now on. Whether there is
+        more than there was."""
+        before, wide, self._wide = dict(self._limits), self._wide, True
+        for device in () if wide else before:
+            self._limits[device] = max(before[device], allocated(device) + spare(device))
+        return self._limits != before
 
     @property
     def left(self) -> float:
@@ -225,10 +237,12 @@ class Walk:
         head = self._graph.head if self._graph.is_head(first) else None
         if fits:
             yield False, True
-        for trained in (True, False) if smallest else ():
+        for turn, trained in enumerate((True, True, False) if smallest else ()):
+            if turn == 1 and not self._room.widen():
+                continue
             if head and head.bytes - (not trained) * head.weights <= self._room.left:
                 yield True, trained
-            if not (fits and trained):
+            if turn or not fits:
                 yield False, trained
 
     def _tries(self, first: int, last: int, env: Values, chunked: bool, trained: bool) -> bool:
@@ -302,6 +316,8 @@ class Walk:
             with self._as_the_step(first):
                 made = self._run(stretch, values, dict.fromkeys(crossing))
         except _Full as error:
+            if self._room.widen():
+                return self._forward(first, last, env)
             raise TooLarge(str(error)) from None
         return {n: made[n] if n in made else env[n] for n in crossing}
 
@@ -372,6 +388,12 @@ def allocated(device: int) -> int:
 def highest(device: int) -> int:
     """Bytes of a GPU that tensors had at most."""
     return torch.cuda.max_memory_allocated(device)
+
+
+def spare(device: int) -> int:
+    """Bytes of a GPU that a look may take where it cannot do without."""
+    free, total = unused(device), torch.cuda.mem_get_info(device)[1]
+    return max(0, int(min(_SPARE * free, free - (1 - _FULL) * total)))
 
 
 def unused(device: int) -> int:

@@ -302,8 +302,9 @@ class _Look:
         named = dict(enumerate(names))
         known = [None if place is None else named.get(place) for place in owners]
         made = sum(a.nbytes for a in args if differentiable(a))
-        early = self._stored(node) < made
-        self._step.coming = made if early else 0
+        stored = self._stored(node)
+        early = stored < made
+        self._step.coming = max(0, made - stored)  # that is freed when all gradients are there
 
         @torch.compiler.disable
         def begins(_: Any) -> None:
