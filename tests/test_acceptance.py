@@ -402,7 +402,8 @@ def test_a_sparse_gradient_is_no_reason_to_stop():
         step(ids).backward()
     assert table.weight.grad.is_sparse
     found = hot_compile.certificate(step)
-    assert not found.unseen
+    assert found.unseen.keys() == {"table.weight"}
+    assert "sparse" in found.unseen["table.weight"]
     assert found.looks[0].errors.worst < 0.1
 
 

@@ -190,8 +190,8 @@ class Mean(nn.Module):
 
 def test_other_rates_make_another_key(rates_folder, monkeypatch):
     """Of the digest that stands for our passes in Inductor's cache."""
-    seen, identity = [], backend._identity
-    monkeypatch.setattr(backend, "_identity", lambda *args: seen.append(identity(*args)) or "")
+    seen, key = [], backend.code_key
+    monkeypatch.setattr(backend, "code_key", lambda *args: seen.append(key(*args)) or "")
     options = [{}, {}, {"prices": "table"}, {}, {"prices": "table"}]
     kept = [OURS, OURS, OURS, dataclasses.replace(OURS, packing=1.0), RATES["sm90"]]
     for rates, option in zip(kept, options, strict=True):

@@ -179,7 +179,7 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
             part = f"{len(missing)} of {len(gauge.trained)} parameters of graph {number}"
             found[f"{part}, {missing[0]} the first"] = gauge.shortage
         else:
-            why = "its gradient is not finite, zero, or not this graph's"
+            why = "its gradient is sparse, not finite, zero, or not this graph's"
             found.update(dict.fromkeys(missing, why))
     return found
 

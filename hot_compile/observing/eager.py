@@ -44,7 +44,7 @@ class Eager:
         examples: Sequence[Any],
         free: bool = False,
         heads: Heads | None = None,
-        short: Callable[[object], None] = lambda error: None,
+        short: Callable[[str], None] = lambda why: None,
     ) -> None:
         """To be made while Dynamo compiles the graph, after AOTAutograd has.
 
@@ -87,7 +87,7 @@ class Eager:
         except TooLarge as error:
             if not walk.found:
                 raise
-            self._short(error)
+            self._short(str(error))
         return step.deviation(walk.samples), walk.found
 
     def in_one_piece(self, args: Sequence[Any], coming: int = 0) -> None:

@@ -188,11 +188,11 @@ class Gauge(Observer):
         self.outputs_off = worst
         log.warning("hot: an INT8 forward changes what a graph computes by %.2g", worst)
 
-    def short(self, error: object) -> None:
+    def short(self, why: str) -> None:
         """Say it the first time."""
         if not self.shortage:
-            log.warning("hot: no memory to compare gradients with exact ones: %s", error)
-        self.shortage = f"memory was too short: {str(error).partition(chr(10))[0]}"
+            log.warning("hot: no memory to compare gradients with exact ones: %s", why)
+        self.shortage = f"memory was too short: {why.partition(chr(10))[0]}"
         self._short = self.shortage
 
     def stored(self, fed: Fed, operands: Sequence[Tensor]) -> None:

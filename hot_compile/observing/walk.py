@@ -316,9 +316,11 @@ class Walk:
             with self._as_the_step(first):
                 made = self._run(stretch, values, dict.fromkeys(crossing))
         except _Full as error:
-            if self._room.widen():
-                return self._forward(first, last, env)
-            raise TooLarge(str(error)) from None
+            if not self._room.widen():
+                raise TooLarge(str(error)) from None
+            made = None
+        if made is None:  # again, when the error's frames are gone, and what they had made
+            return self._forward(first, last, env)
         return {n: made[n] if n in made else env[n] for n in crossing}
 
     def _input(self, node: fx.Node) -> Any:

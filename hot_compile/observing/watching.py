@@ -240,7 +240,7 @@ class Watch:
         try:
             yield
         except (torch.OutOfMemoryError, TooLarge) as error:
-            self._observer.short(error)
+            self._observer.short(str(error))  # the error's frames hold tensors
         except Exception as error:
             self._observer.failed(what, error)
 

@@ -99,7 +99,7 @@ class Observer:
         error = RuntimeError(f"its outputs differ by {worst:.2g} from the watched step's")
         self.failed("an exact twin computed something else", error)
 
-    def short(self, error: object) -> None:
+    def short(self, why: str) -> None:
         """Memory was too short for this look; the next one may have more."""
 
     def failed(self, what: str, error: object) -> None:
