@@ -103,10 +103,32 @@ class RandomState:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, what is drawn is what was drawn then; afterwards all is as if nothing was."""
-        with torch.random.fork_rng(devices=list(self._cuda)):
+        """Inside, what is drawn is what was drawn then; afterwards all is as if nothing was.
+
+        What is saved inside is nobody's but the caller's: hooks of users do not hear of it.
+        """
+        with torch.random.fork_rng(devices=list(self._cuda)), _without_hooks():
             self.restore()
             yield
+
+
+def hooked() -> bool:
+    """Somebody's hooks get what a forward saves: it may lie elsewhere, or be computed again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Inside, what a forward saves is kept as it is."""
+    found = []
+    while pair := torch._C._autograd._top_saved_tensors_default_hooks(False):
+        found.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(found):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def compiled_for(

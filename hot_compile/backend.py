@@ -31,6 +31,7 @@ from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
 from .observing.collector import Collector
 from .observing.draws import drawn_alike, draws
 from .observing.eager import Eager, Heads, room
+from .observing.forgetting import kept_while_open
 from .observing.gauge import Differs, Gauge, Watched
 from .observing.monitor import Monitor, monitor_of
 from .observing.stretches import without_logits, without_regions
@@ -129,7 +130,8 @@ def hot(
             recorder, way.config, prices, code, done, keeping(key, listener),
             monitor.raised if monitor else {}, ledger, path,
         )  # fmt: skip
-        return tied(_compiled(graph, way.config, monitor, observer), logits, gm)
+        run = kept_while_open(_compiled(graph, way.config, monitor, observer))
+        return tied(run, logits, gm)
 
     if config.strict:
         return compile_graph(gm, example_inputs, Way("", config), [])

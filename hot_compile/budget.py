@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .again import compiled_node
-from .observing.auto import forget
+from .observing.forgetting import forget
 from .passes.base.files import write_whole
 from .passes.option_warnings import LESS, tell
 from .passes.storage.fit_budget import Allowance, BudgetReport

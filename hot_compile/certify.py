@@ -31,8 +31,9 @@ from .guarantee import PARTS, Part, stores
 from .launch import by_default, ended, starting
 from .memory import risen
 from .observing.acceptance import Findings, path_of
-from .observing.auto import code_being_compiled, forget
+from .observing.auto import code_being_compiled
 from .observing.certificate import Certificate, Ran, certificate
+from .observing.forgetting import forget
 from .observing.monitor import Monitor
 from .record import GraphReport
 from .sizes import memory_text, time_text

@@ -24,6 +24,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
 from .again import (
     Again,
@@ -44,8 +45,12 @@ from .together import Together
 
 log = logging.getLogger("hot_compile")
 
-_PASSED_ON = (HotError, OptionWarning, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
-"""The user's mistakes, what stock may run into as well, and Dynamo's own ways to begin anew."""
+_PASSED_ON = (
+    *(HotError, OptionWarning, torch.OutOfMemoryError, RestartAnalysis, SkipFrame),
+    *(CheckpointError, _StopRecomputationError),
+)
+"""The user's mistakes, what stock may run into as well, Dynamo's own ways to begin anew, and how
+``torch.utils.checkpoint`` ends what it computes again."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -325,6 +325,33 @@ def test_gradients_that_cancel_are_right_after_one_repair(make, kind):
     assert sum(c.bytes for c in crossing) < 0.5 * sum(c.bytes_before for c in crossing)
 
 
+class Sharp(nn.Module):
+    """Attention whose logits are in the hundreds: few rows have a gradient, and they depend on the
+    last digits of queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        with torch.no_grad():
+            self.norm.bias[3] += 100
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x))[:, None].chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(8 * q, 8 * k, v)[:, 0])
+
+
+def test_queries_that_want_more_than_the_finest_bits_become_exact():
+    """By 12 bits their gradients are wholly wrong, and by their own rounding they are not: that
+    tells them from what is zero but for rounding."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), Sharp()), torch.randn(8, 16, 32)
+    target = torch.randn_like(x)
+    run = Run(model, lambda f: (f(x) * target).mean(), memory_min_bytes=0).steps(8)
+    assert run.worst < 0.05
+    assert not run.monitor.demoted
+    assert {why.split(":")[0] for why in run.monitor.raised.values()} == {"exact"}
+
+
 def test_what_is_passed_on_counts_more_where_gradients_cancel():
     """A g_w that loses fifty times what is usual loses that much of errors in g_y, too."""
     errors = {"groups12": StorageMeasure(0.001, 0.0002), "rows8": StorageMeasure(0.01, 0.02)}

@@ -47,6 +47,27 @@ DYNAMIC = {
 }
 
 
+IMAGES = nn.Sequential(
+    nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.Conv2d(32, 8, 1)
+)
+ROWS = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("model", "shape"), [(IMAGES, (3, 8, 8)), (ROWS, (64,))])
+def test_a_batch_without_rows(model, shape, dynamic):
+    torch._dynamo.reset()
+    options = {**ALWAYS, "memory_min_bytes": 0}
+    backend = functools.partial(hot, options=options, inner_compile=run_uncompiled)
+    step = torch.compile(copy.deepcopy(model), backend=backend, dynamic=dynamic)
+    for rows in (0, 5, 0):
+        step(torch.randn(rows, *shape)).square().sum().backward()
+    exact = copy.deepcopy(model)
+    exact(torch.zeros(0, *shape)).square().sum().backward()
+    assert [p.grad.shape for p in step.parameters()] == [p.grad.shape for p in exact.parameters()]
+    assert all(p.grad.isfinite().all() for p in step.parameters())
+
+
 @pytest.mark.parametrize("recipe", ["int8", "fast", "paper"])
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_symbolic_sizes(name, recipe, caplog):

@@ -23,6 +23,7 @@ from torch._dynamo.eval_frame import innermost_backend
 from hot_compile.config import HotConfig
 from hot_compile.errors import CalibrationError, ProfileFormatError
 from hot_compile.observing.collector import Collector
+from hot_compile.observing.forgetting import forget
 from hot_compile.passes.base.graph import module_path
 from hot_compile.passes.cost.devices import prices_of
 from hot_compile.passes.plan import plan
@@ -197,11 +198,3 @@ def step_being_compiled() -> Any:
     given = getattr(getattr(given, "__self__", None), "backend_compile_fn", given)  # DDP's
     given = innermost_backend(given)
     return given if isinstance(given, torch._TorchCompileWrapper) else None
-
-
-def forget(code: CodeType | None) -> None:
-    """Drop what was compiled of ``code``, so that its next call compiles it again."""
-    if code is None:
-        torch._dynamo.reset()
-    else:
-        torch._dynamo.eval_frame.reset_code(code)

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import Node
 
-from hot_compile.again import Again, compiled_for, compiled_node, differentiable, samples_of
+from hot_compile.again import (
+    Again,
+    compiled_for,
+    compiled_node,
+    differentiable,
+    hooked,
+    samples_of,
+)
 from hot_compile.memory import saved_by, storage_bytes
 from hot_compile.observing.eager import Eager
 from hot_compile.observing.walk import TooLarge
@@ -302,7 +309,8 @@ class _Look:
         named = dict(enumerate(names))
         known = [None if place is None else named.get(place) for place in owners]
         made = sum(a.nbytes for a in args if differentiable(a))
-        stored = self._stored(node)
+        # hooks' tensors may lie anywhere
+        stored = 0 if hooked() else self._stored(node)
         early = stored < made
         self._step.coming = max(0, made - stored)  # that is freed when all gradients are there
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, fx
@@ -33,8 +33,11 @@ from hot_compile.passes.storage.store import in_order
 
 _MOST = 400
 """Operators between a tensor and the gradients it feeds; beyond, it is not measured."""
-_NOISE = 1.0
-"""A gradient whose error by the finest scheme is no less is nothing but rounding, if not lost."""
+_NUDGED = ""
+"""In the place of a scheme: the tensor as it is, but for its own dtype's rounding."""
+_NOISE = 0.1
+"""A gradient that this changes by as much, and that the finest scheme gets wholly wrong, is nothing
+but rounding: of all that is rounded for it this is one."""
 LOST = 1e6
 """Error of what is infinite or far beyond all that rounding does to sums that cancel."""
 _SUMS = SUMS | {aten.add.Tensor}
@@ -58,11 +61,14 @@ class Fed:
     """Bytes that each of ``trips`` takes."""
 
     def errors(self, operands: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By scheme: relative error of each gradient, [gradients] fp32; the tensor comes first."""
+        """By scheme: relative error of each gradient, [gradients] fp32; the tensor comes first.
+
+        Beside the schemes stands what the tensor's own rounding does.
+        """
         saved, *others = operands
         want = self.ends(saved, *others)
-        found = {}
-        for scheme, trip in self.trips.items():
+        found, trips = {}, dict[str, Callable[[Tensor], Tensor]]({_NUDGED: _nudged, **self.trips})
+        for scheme, trip in trips.items():
             got = self.ends(trip(saved), *others)
             found[scheme] = torch.stack([_error(*pair) for pair in zip(got, want, strict=True)])
         return found
@@ -70,18 +76,27 @@ class Fed:
     def measures(self, errors: Mapping[str, Tensor]) -> dict[str, StorageMeasure]:
         """By scheme: the worst of :meth:`errors`; empty if there are none, or they are not finite.
 
-        A gradient that even the finest scheme gets wholly wrong is zero but for rounding, such as
-        that of a bias in front of a norm: it does not count. Waits for the device.
+        A gradient that is zero but for rounding, such as that of a bias in front of a norm, does
+        not count. Waits for the device.
         """
-        table = torch.stack(list(errors.values()))  # [schemes, gradients]
-        real = (table.amin(0) < _NOISE) | (table.amin(0) == LOST)
+        nudged, *rest = errors.values()
+        table = torch.stack(rest)  # [schemes, gradients]
+        finest = table.amin(0)
+        real = (finest < 1) | (nudged < _NOISE) | (finest == LOST)
         table, own = table[:, real].cpu(), torch.tensor(self.own)[real.cpu()]
         if not table.numel() or not table.isfinite().all():
             return {}
         sides = (torch.where(own, table, 0.0), torch.where(own, 0.0, table))
         worst = (side.amax(1).tolist() for side in sides)
-        pairs = zip(*worst, strict=True)
-        return {scheme: StorageMeasure(*pair) for scheme, pair in zip(errors, pairs, strict=True)}
+        measures = (StorageMeasure(*pair) for pair in zip(*worst, strict=True))
+        return dict(zip(self.trips, measures, strict=True))
+
+
+def _nudged(saved: Tensor) -> Tensor:
+    """Each value off by a rounding of its dtype, up or down by chance."""
+    chance = torch.Generator(saved.device).manual_seed(0)
+    up = torch.randint(2, saved.shape, generator=chance, dtype=saved.dtype, device=saved.device)
+    return saved * up.mul_(2).sub_(1).mul_(torch.finfo(saved.dtype).eps).add_(1)
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ class Judge:
         value = saved.meta["val"]
         if saved not in self._activations:
             return "made of parameters only"
-        if bytes_of(value) < self._smallest or value.dim() == 0:
+        if bytes_of(value) < max(1, self._smallest) or value.dim() == 0:
             return "small"
         if base(saved).target in REDUCTIONS:
             return "a statistic"
