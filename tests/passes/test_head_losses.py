@@ -285,6 +285,7 @@ def test_a_loss_is_exact_and_no_tensor_of_rows_times_vocabulary_exists(name, mon
     """Neither in the graphs, nor while the operators run."""
     monkeypatch.setattr(products, "CHUNK_BYTES", 6 * 8 * VOCABULARY)  # a few rows
     monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(products, "_FEW_BYTES", 1)  # however many chunks that makes
     loss, keywords, way = LOSSES[name]
     model, x, given = Model(loss, **keywords).double(), inputs(), given_for()
     if "teacher" in keywords:
@@ -309,6 +310,7 @@ def test_a_body_may_be_compiled_when_it_first_runs(name, monkeypatch):
     monkeypatch.setattr(bodies, "WORTH", 0)
     monkeypatch.setattr(products, "CHUNK_BYTES", 50 * 8 * VOCABULARY)
     monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(products, "_FEW_BYTES", 1)  # however many chunks that makes
     loss, keywords, _ = LOSSES[name]
     model, x, given = Model(loss, **keywords).double(), inputs(), given_for()
     if "teacher" in keywords:
