@@ -31,7 +31,6 @@ from hot_compile.observing.raising import (
     amplification,
     bits_by_tensor,
     exact_products,
-    in_sums,
     raised_bits,
     strategy_in,
 )
@@ -239,9 +238,7 @@ class Monitor:
             parts = 1.0 if unknown else _share(whole.worst, found, stored, times)
             share = parts * 0.5**gauge.attempts
             new = self._demote(step, found, share, times)
-            sums = [t.error for n, t in gauge.judged.items() if n.endswith(".bias")]
-            beyond = parts * in_sums(sums, _own_of(found, "g_x"), stored)
-            wanted = raised_bits(stored, self.budget * share, self.raised, max(times, beyond))
+            wanted = raised_bits(stored, self.budget * share, self.raised, times)
             raised = self._raise(wanted, stored, why, gauge.room())
             if wanted or new:
                 return raised or new
@@ -379,13 +376,9 @@ def _share(whole: float, found: Qualities, stored: Mapping[str, Stored], times: 
     Where gradients' sums nearly cancel, the error of the whole is many times that of each part,
     more than the ``times`` that are known of.
     """
-    parts = max([*_own_of(found, *OWN), *(tensor.lost for tensor in stored.values())], default=0.0)
+    own = [q.error for sides in found.values() for side, q in sides.items() if side in OWN]
+    parts = max([*own, *(tensor.lost for tensor in stored.values())], default=0.0)
     return min(1.0, times * parts / whole) if whole else 1.0
-
-
-def _own_of(found: Qualities, *kinds: str) -> list[float]:
-    """Errors of layers' own products."""
-    return [q.error for sides in found.values() for side, q in sides.items() if side in kinds]
 
 
 def layer_of(parameter: str) -> str:

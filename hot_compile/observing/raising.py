@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from hot_compile.config import UNCOMPRESSED, Strategy
 from hot_compile.passes.base.schemes import Scheme
@@ -47,12 +47,6 @@ class Stored:
         """What storing it as usual does to the worst of the gradients that it feeds."""
         now = self.errors.get(self.scheme)
         return max(now.error, now.passed) if now else 0.0
-
-    @property
-    def passed(self) -> float:
-        """What of that is passed on to other layers."""
-        now = self.errors.get(self.scheme)
-        return now.passed if now else 0.0
 
     def offer(self, budget: float, known: str | None = None) -> str | None:
         """The scheme of fewest bytes that stays within its share, in words; exact if none does.
@@ -98,22 +92,6 @@ def amplification(own: Mapping[str, float]) -> float:
         own: error of g_w by each layer's own strategy.
     """
     return max(1.0, max(own.values(), default=0.0) / _USUAL)
-
-
-def in_sums(
-    biases: Sequence[float], products: Sequence[float], seen: Mapping[str, Stored]
-) -> float:
-    """How many times an error of g_y is in a bias's gradient at worst, as :func:`amplification`.
-
-    That is a sum of g_y alone: all that is off with it was passed on to it. Where the sum, or what
-    g_y is made of, nearly cancels, it is off by many times that.
-
-    Args:
-        biases: errors of their gradients. products: of g_x by each layer's own strategy.
-        seen: tensors by name.
-    """
-    passed = max([*products, *(tensor.passed for tensor in seen.values())], default=0.0)
-    return _PARTS * max(biases, default=0.0) / passed if passed else 0.0
 
 
 def raised_bits(

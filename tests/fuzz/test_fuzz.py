@@ -1,6 +1,5 @@
 """Random models: a few of the first two hundred, more and lowered ones behind ``slow``."""
 
-import json
 from collections.abc import Iterable
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from fuzz.cases import Case, build, draw
 from fuzz.run import main, parsed, result, seeds_of
 from fuzz.shrink import script, smaller
-from hot_compile.observing import acceptance
 
 
 def seeds(numbers: Iterable[int]) -> str:
@@ -39,17 +37,6 @@ def test_models_that_were_wrong_and_some_others():
     options = parsed(["--shrink", "0"])
     found = [result(seed, options) for seed in (*ONCE_WRONG, *range(QUICK))]
     assert not [one["failures"] for one in found if one["failures"]]
-
-
-def test_one_repair_finds_all_that_is_to_blame(monkeypatch, tmp_path):
-    """Of 5083 what is passed on from the loss's end counts fifty times in all biases behind it."""
-    monkeypatch.setattr(acceptance, "folder", lambda: tmp_path)
-    options = json.dumps({**dict(draw(5083).options), "accept": "auto"})
-    arguments = ["--shrink", "0", "--options", options, "--steps"]
-    assert result(5083, parsed([*arguments, "3"]))["failures"]
-    for file in tmp_path.iterdir():
-        file.unlink()
-    assert not result(5083, parsed([*arguments, "4"]))["failures"]
 
 
 @pytest.mark.slow
