@@ -136,9 +136,7 @@ def noisy_gradients(built: Built) -> dict[str, Tensor]:
         own = saved.untyped_storage().data_ptr() in weights
         if own or not saved.is_floating_point() or saved.nbytes < LARGE:
             return saved
-        noisy = saved * (
-            1 + NOISE * torch.randn_like(saved)
-        )  # keeps zeros and signs, so masks, too
+        noisy = saved * (1 + NOISE * torch.randn_like(saved))  # zeros and signs, so masks, stay
         if 0 in saved.stride():
             return noisy
         # as it lies in memory: kernels of attention read no bias whose rows begin anywhere
