@@ -394,6 +394,32 @@ def test_an_8_bit_forward_that_changes_the_loss_is_given_up():
     assert any(w.startswith("runs with an exact forward: outputs off by") for w in why)
 
 
+class Shifted(nn.Module):
+    """What bf16 loses to a sum with 256, code that works it out in fp32 does not lose."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second((self.first(x) + 256) - 256)
+
+
+def test_what_rounds_between_operators_is_compared_with_compiled_exact_code(caplog):
+    torch.manual_seed(0)
+    model, x = Shifted().bfloat16(), torch.randn(256, 64, dtype=torch.bfloat16)
+    exact = model.second((model.first(x).float() + 256 - 256).bfloat16())
+    assert (model(x) - exact).norm() > 0.1 * exact.norm()
+    step = compiled(model, lower=True)
+    for _ in range(5):
+        run_step(step, lambda f, x: f(x).float().square().mean(), model, x)
+    found = hot_compile.certificate(step)
+    assert len(found.looks) == 3
+    assert not found.unseen
+    assert found.errors.worst < 0.2
+    assert "not observed" not in caplog.text
+
+
 def test_a_sparse_gradient_is_no_reason_to_stop():
     torch.manual_seed(0)
     table, layer = nn.Embedding(1000, 64, sparse=True), nn.Linear(64, 64)

@@ -199,7 +199,8 @@ class Alone(nn.Module):
         return nn.functional.cross_entropy(self.head(self.rows), labels)
 
 
-def test_no_layer_raises_the_peak_that_a_step_has_exact():
+@pytest.mark.parametrize("autocast", [{}, {"dtype": "bf16"}])
+def test_no_layer_raises_the_peak_that_a_step_has_exact(autocast):
     """On an H100 (torch 2.11) stock rose by 3070 MiB. The gradient of the logits, and of its two
     forms in 8 bits and of x, are 4040."""
 
@@ -208,7 +209,7 @@ def test_no_layer_raises_the_peak_that_a_step_has_exact():
             model = Alone(batch, 128256, 4096)
         return model.to_empty(device="cpu"), (torch.zeros(batch, dtype=torch.int64),)
 
-    (graph,) = predict(alone, 8192, "h100", options={"head": "int8"}).graphs
+    (graph,) = predict(alone, 8192, "h100", **autocast, options={"head": "int8"}).graphs
     (head,), (decision,) = graph.plan.heads, graph.plan
     assert head.way == "off"
     assert re.search(r"int8 takes \d+ MiB more than the whole head", head.reason)

@@ -138,7 +138,9 @@ class Twin:
 class Doubled:
     """A twin that costs nothing to compile, and beside it, where there is a doubt, a thorough one.
 
-    What both differ by is what no exact computation can tell.
+    There is one if something is to blame, or if the former's outputs are not the step's: in bf16,
+    what rounds between operators may be far from what rounds once a kernel. What both twins differ
+    by is what no exact computation can tell.
     """
 
     mutated: frozenset[int]
@@ -167,8 +169,9 @@ class Doubled:
         if self._mistaken:
             return self._surely(step, tangents)
         deviation, other = self._quick.gradients(step, tangents)
-        self._mistaken = self._guesses and float(deviation) >= self._observer.same
-        if not (self._mistaken or wants_stored):
+        off = float(deviation) >= self._observer.same  # rounded between its operators, perhaps
+        self._mistaken = self._guesses and off
+        if not (off or wants_stored):
             return deviation, other
         with step.random.again():
             thorough, exact = self._surely(step, tangents)
@@ -179,7 +182,7 @@ class Doubled:
             return thorough, exact
         for name, difference in differences.items():
             self._observer.uncertain(name, difference)
-        return torch.maximum(deviation, thorough), exact
+        return thorough, exact
 
     def _surely(
         self, step: Again, tangents: Mapping[int, Tensor]

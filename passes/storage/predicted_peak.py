@@ -263,10 +263,11 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _in_kernel(node: fx.Node) -> bool:
-    """``fuses``, or a constant, or one with another value in some places (labels' one-hot)."""
+    """``fuses``, or values picked by index (of labels), or a constant, or one with another value in
+    some places (labels' one-hot)."""
     base = node.args[0] if node.target is aten.scatter.value else node
     constant = isinstance(base, fx.Node) and base.target is aten.full.default
-    return constant or fuses(node)
+    return constant or node.target is aten.gather.default or fuses(node)
 
 
 def _passes(node: fx.Node) -> bool:

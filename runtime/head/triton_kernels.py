@@ -20,8 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hot_compile.runtime.head.rows import Chunk, Gradient
 
-_BLOCK = 4096
-_WARPS = 8
+_BLOCK = 8192
+_WARPS = 16
 _LOG2E = tl.constexpr(1.4426950408889634)
 """Powers of 2 are one instruction, and the factor is added to what is multiplied anyway."""
 
