@@ -35,12 +35,19 @@ class Event:
         return (other.seconds - self.seconds) * 1e3
 
 
-def marking(host_takes, gpu_takes):
-    """Marks of a host and of a GPU that take so long for a step."""
+def marking(host_takes, gpu_takes, pieces=1, gpu_forward=None):
+    """Marks of a host and of a GPU that take so long for a step.
+
+    ``gpu_forward``: of the GPU's time; else half of it, as of the host's.
+    """
     host, behind = 100.0, 0.0
+    ahead = gpu_takes / 2 if gpu_forward is None else gpu_forward
     yield Mark(host, Event(host - 93.0))  # another clock
     while True:
-        for seconds, its in ((0.001, 0.0), (host_takes, gpu_takes)):
+        forward = (host_takes / 2 / pieces, ahead / pieces)
+        for seconds, its in (
+            (0.001, 0.0), *[forward] * pieces, (host_takes / 2, gpu_takes - ahead)
+        ):  # fmt: skip
             host += seconds
             behind = max(0.0, behind + its - seconds)
             yield Mark(host, Event(host + behind - 93.0))
@@ -56,9 +63,9 @@ def _piece(x):
     return (x @ torch.ones(4, 4)).sin()
 
 
-def timed(host, gpu, pieces=1):
+def timed(host, gpu, pieces=1, gpu_forward=None):
     """A step of so many graphs, one behind the other."""
-    marks = marking(host, gpu)
+    marks = marking(host, gpu, pieces, gpu_forward)
     clock = StepClock(lambda: next(marks))
     for _ in range(FIRST + 12):
         assert clock.wants_more
@@ -91,9 +98,15 @@ def test_a_gpu_that_falls_behind_does_not(pieces):
     assert "does not wait" in str(found)
 
 
+def test_a_gpu_that_waits_within_a_step_waits():
+    """Its backward ends with more work than the host needs to send it off."""
+    assert timed(0.006, 0.0055, gpu_forward=0.001).read().waits_for_host
+    assert not timed(0.006, 0.0075, gpu_forward=0.003).read().waits_for_host
+
+
 def test_it_is_never_waited_for_the_gpu():
     clock = timed(0.006, 0.009)
-    clock._spans[-1][1].event.done = False
+    clock._spans[-1][-1].event.done = False
     assert clock.read() is None
 
 

@@ -2,9 +2,10 @@
 
 A step is one forward and backward of all graphs that an optimizer's step needs: breaks of Dynamo's,
 and DDP, make several of one model. It begins with the first forward after a backward, and ends with
-the backward of that same graph, the last one. There marks are set: the host's clock, and an event
-that the GPU passes when it gets there. Events are read much later. Only the first mark waits for
-the GPU, once: so both clocks are known to agree, and how far the GPU is behind its host at an end.
+the backward of that same graph, the last one. There, and behind each forward, marks are set: the
+host's clock, and an event that the GPU passes when it gets there. Events are read much later. Only
+the first mark waits for the GPU, once: so both clocks are known to agree, and how far the GPU is
+behind its host at each mark.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _STEPS = 12
 _MOST = 512
 """Forwards without a backward after which no more are tried."""
 _BEHIND, _LATENCY = 0.03, 50e-6
-"""A GPU that is behind its host at a step's end by less than this share of it, or seconds, has
-waited for the host."""
+"""A GPU that is behind its host at a mark by less than this share of a step, or seconds, has waited
+for the host: in a Whisper's decoder, say, though its encoder keeps it busy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,8 @@ class CudaMarks:
 class _Step:
     """One that has begun; it lives as long as its backward may come."""
 
-    began: Mark | None
-    """None: it is not timed."""
+    marks: list[Mark] | None
+    """Where it began, and behind each forward; None: it is not timed."""
 
 
 class StepClock:
@@ -83,7 +84,7 @@ class StepClock:
         self.graphs: set[Any] = set()
         """Those that are parts of the steps."""
         self._first: Mark | None = None
-        self._spans: list[tuple[Mark, Mark]] = []
+        self._spans: list[list[Mark]] = []
         self._steps = self._forwards = 0
         self._open: Callable[[], _Step | None] = lambda: None
 
@@ -94,11 +95,15 @@ class StepClock:
         self._forwards += 1
         self.graphs.add(graph)
         if not self._between():
-            if not usual and (step := self._open()) is not None:
-                step.began = None
-            return run(*args)
+            step = self._open()
+            if not usual and step is not None:
+                step.marks = None
+            outputs = run(*args)
+            self._passes(step)
+            return outputs
         step = _Step(self._begins() if usual else None)
         outputs = run(*args)
+        self._passes(step)
         node: Any = compiled_node(outputs, args)
         if node is None:
             return outputs
@@ -117,17 +122,22 @@ class StepClock:
         """No step is under way. What a backward computes again is part of it."""
         return self._open() is None and torch._C._current_graph_task_id() == -1
 
-    def _begins(self) -> Mark | None:
+    def _begins(self) -> list[Mark] | None:
         if self._steps < FIRST or not self.wants_more:
             return None
         self._first = self._first or self._mark()
-        return self._mark()
+        return [self._mark()]
+
+    def _passes(self, step: _Step | None) -> None:
+        if step is not None and step.marks is not None:
+            step.marks.append(self._mark())
 
     def _ends(self, step: _Step) -> None:
         self._open = lambda: None
         self._steps, self._forwards = self._steps + 1, 0
-        if step.began is not None:
-            self._spans.append((step.began, self._mark()))
+        self._passes(step)
+        if step.marks is not None:
+            self._spans.append(step.marks)
 
     @property
     def wants_more(self) -> bool:
@@ -145,12 +155,15 @@ class StepClock:
         It comes up between two steps: so all graphs of one get to know it before the next.
         """
         spans = () if self.wants_more else self._spans
-        if self.found is None and spans and self._between() and spans[-1][1].event.query():
-            assert self._first is not None
-            host = statistics.median(_by_host(*span) for span in spans)
-            device = statistics.median(_by_device(*span) for span in spans)
+        if self.found is None and spans and self._between() and spans[-1][-1].event.query():
             first = self._first
-            behind = (_by_device(first, end) - _by_host(first, end) for _, end in spans)
+            assert first is not None
+            host = statistics.median(_by_host(span[0], span[-1]) for span in spans)
+            device = statistics.median(_by_device(span[0], span[-1]) for span in spans)
+            behind = (
+                min(_by_device(first, mark) - _by_host(first, mark) for mark in span[1:])
+                for span in spans
+            )
             waits = statistics.median(behind) < max(_LATENCY, _BEHIND * host)
             self.found = StepTime(device, host, waits)
         return self.found
