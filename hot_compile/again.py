@@ -83,7 +83,7 @@ class Again:
         """
         places = sorted(self._samples.keys() & samples.keys())
         if not places:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         want, got = (torch.cat([s[i] for i in places]) for s in (self._samples, samples))
         return (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -263,7 +263,7 @@ def _versions(values: Sequence[Any]) -> list[int]:
 def sampled(output: Tensor) -> Tensor:
     """Some values of an output, fp32."""
     count = min(_SAMPLE, output.numel())
-    where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64)
+    where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64, device="cpu")
     return torch.take(output.detach(), where.long().to(output.device)).float()
 
 

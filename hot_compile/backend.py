@@ -328,7 +328,7 @@ class _Graph:
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)
         halves = acceptance.computes_halves(self.example_inputs)
-        graphs = [self] if halves or random else [plain, self]
+        graphs = [self] if random else [self, plain] if halves else [plain, self]
         thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
         return Watch(run, Doubled(quick, thorough, gauge, random), names, gauge)
 
@@ -453,14 +453,15 @@ def _accepted(
         return graph.finished(config, profile)
     gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
     gauge.path, gauge.settled = graph.path, graph.known.settled
-    differs = graph.changes_by(config, profile)
+    clock = monitor.clock(graph.path, graph.devices)
+    differs = graph.changes_by(config, profile) if clock else None
     watch = graph.looked_at(config, profile, gauge)
     if not graph.changed:
         return watch.usual
     graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
-    watched.clock = monitor.clock(graph.path, graph.devices)
-    watched.differs = differs
+    if clock and differs:
+        watched.clock, watched.differs = clock, differs
     return monitor.watches((graph.code, graph.trained), watched)
 
 

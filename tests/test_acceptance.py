@@ -1,5 +1,7 @@
 """On by default: gradients are looked at, what is off is repaired, what was found remembered."""
 
+import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -20,6 +22,7 @@ from hot_compile.observing import acceptance, eager
 from hot_compile.observing.acceptance import Acceptance, Findings
 from hot_compile.observing.eager import Eager
 from hot_compile.observing.monitor import KEPT_AS
+from hot_compile.observing.watching import Twin
 from hot_compile.testing import cosine
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "auto"}
@@ -417,6 +420,58 @@ def test_what_rounds_between_operators_is_compared_with_compiled_exact_code(capl
     assert len(found.looks) == 3
     assert not found.unseen
     assert found.errors.worst < 0.2
+    assert "not observed" not in caplog.text
+
+
+def test_a_miscompiled_twin_is_not_believed(monkeypatch, caplog):
+    """Inductor's code of a twin may be wrong where that of the step is right: other kernels."""
+    own, made = Twin._compiled, []
+
+    def wrong(self, args):
+        made.append(own(self, args))
+        if len(made) > 1:
+            return made[-1]
+        return dataclasses.replace(made[0], run=lambda *xs: [y * 2 for y in made[0].run(*xs)])
+
+    monkeypatch.setattr(Twin, "_compiled", wrong)
+    torch.manual_seed(0)
+    model, x = bad_net()
+    want = train_critic(model, model, x, 1)
+    step = compiled(model)
+    assert max(errors(train_critic(step, model, x), want).values()) < 0.25
+    assert len(made) > 1
+    assert not hot_compile.certificate(step).unseen
+    assert "not observed" not in caplog.text
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        functools.partial(torch.device, "meta"),
+        functools.partial(default_dtype, torch.float64),
+        functools.partial(default_dtype, torch.bfloat16),
+        torch.autograd.detect_anomaly,
+    ],
+    ids=["device", "float64", "bfloat16", "anomaly"],
+)
+def test_what_a_user_makes_the_default_is_nothing_to_a_look(state, caplog):
+    torch.manual_seed(0)
+    model, x = bad_net()
+    want = train_critic(model, model, x, 1)
+    step = compiled(model)
+    with state():
+        got = train_critic(step, model, x)
+        assert not hot_compile.certificate(step).unseen
+    assert max(errors(got, want).values()) < 0.25
     assert "not observed" not in caplog.text
 
 

@@ -132,7 +132,7 @@ class _Drawing(TorchDispatchMode):
 
     def _dropout(self, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         """In a kernel its numbers are not rounded to halves; on a CPU p is."""
-        least = float(torch.tensor(p, dtype=x.dtype)) if x.device.type == "cpu" else p
+        least = float(torch.tensor(p, dtype=x.dtype, device="cpu")) if x.device.type == "cpu" else p
         with self:
             mask = torch.rand_like(x, dtype=torch.float32) > least
         return mask * x * (1 / (1 - p)), mask

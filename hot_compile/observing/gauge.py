@@ -293,8 +293,9 @@ class Watched:
             return self._usual(*args) if clock is None else clock(self._usual, args, self.gauge)
         if not self._calls and any(isinstance(x, FakeTensor) for x in args):
             return self._usual(*args)  # DDP's pieces are traced, each with what is compiled of it
-        if not self._goes_on(args):
-            self.conclude()
+        with self._observed.telling("what a watched step showed could not be read"):
+            if not self._goes_on(args):
+                self.conclude()
         if clock is not None and not clock.wants_more:
             self._timed(clock, args)
         self._calls += 1

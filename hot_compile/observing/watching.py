@@ -65,6 +65,10 @@ class Exact(Protocol):
         """
 
 
+class Miscompiled(RuntimeError):
+    """Compiled exact code computes something else than the graph does, operator by operator."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Code:
     """An exact twin, compiled for the shapes of some inputs."""
@@ -75,12 +79,18 @@ class _Code:
     """Kept alive: its graph knows it by number only."""
 
     def gradients(
-        self, step: Again, tangents: Mapping[int, Tensor]
+        self, step: Again, tangents: Mapping[int, Tensor], most: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As :class:`Exact` has it."""
+        """As :class:`Exact` has it.
+
+        Raises:
+            Miscompiled: its outputs are ``most`` or further from the step's.
+        """
         self.observation.taken()
         inputs, outputs = step.run(self.run)
         deviation = step.deviation(samples_of(outputs))
+        if most is not None and not float(deviation) < most:
+            raise Miscompiled(f"its outputs differ by {float(deviation):.2g}")
         ends = [outputs[place] for place in tangents]
         del outputs
         leaves = [a for a in inputs if differentiable(a)]
@@ -108,7 +118,7 @@ class Twin:
         self._observer = observer
         self._codes: dict[tuple[bool, object], _Code] = {}
 
-    def code(self, args: Sequence[Any]) -> Exact | None:
+    def code(self, args: Sequence[Any]) -> _Code | None:
         """The twin for inputs such as ``args``; None if there are too many shapes to compile for.
 
         Another one where the observer wants to be shown what crosses, too.
@@ -149,8 +159,8 @@ class Doubled:
     def __init__(
         self, quick: Eager, thorough: Sequence[Twin], observer: Observer, guesses: bool = False
     ) -> None:
-        """``thorough``: the first that runs counts. ``guesses``: the other one may be mistaken in
-        what random numbers a step draws; then it is not asked again."""
+        """``thorough``: the first that runs, and is right, counts. ``guesses``: the other one may be
+        mistaken in what random numbers a step draws; then it is not asked again."""
         self._quick = quick
         self._thorough = list(thorough)
         self._observer = observer
@@ -167,14 +177,18 @@ class Doubled:
         """As :class:`Exact` has it."""
         wants_stored = self._observer.wants_stored
         if self._mistaken:
-            return self._surely(step, tangents)
+            return self._surely(step, tangents, None)
         deviation, other = self._quick.gradients(step, tangents)
         off = float(deviation) >= self._observer.same  # rounded between its operators, perhaps
         self._mistaken = self._guesses and off
         if not (off or wants_stored):
             return deviation, other
-        with step.random.again():
-            thorough, exact = self._surely(step, tangents)
+        try:
+            with step.random.again():
+                thorough, exact = self._surely(step, tangents, None if off else self._observer.same)
+        except Miscompiled:
+            log.debug("hot: no compiled twin computes what a step does", exc_info=True)
+            return deviation, other
         differences = {name: other[name] - exact[name] for name in other.keys() & exact.keys()}
         self._mistaken |= self._guesses and _median(differences, exact) > _OTHERS
         if self._mistaken:
@@ -185,8 +199,12 @@ class Doubled:
         return thorough, exact
 
     def _surely(
-        self, step: Again, tangents: Mapping[int, Tensor]
+        self, step: Again, tangents: Mapping[int, Tensor], most: float | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """By the first thorough twin that runs, and is less than ``most`` off.
+
+        It may be miscompiled where the step is not: of other kernels.
+        """
         self._quick.in_one_piece(step.args, step.coming)
         while True:
             try:
@@ -194,7 +212,7 @@ class Doubled:
                     code = self._thorough[0].code(step.args)
                 if code is None:
                     raise RuntimeError("steps are of too many shapes")
-                return code.gradients(step, tangents)
+                return code.gradients(step, tangents, most)
             except torch.OutOfMemoryError:
                 raise
             except Exception:
@@ -234,18 +252,18 @@ class Watch:
         if self._observer.problem is not None:
             return self.usual(*args)
         look = None
-        with self._telling("the exact twin of a graph could not be compiled"):
+        with self.telling("the exact twin of a graph could not be compiled"):
             code = self._twin.code(args)
             look = None if code is None else _Look(code, args)
         outputs = self.usual(*args)
         if look is None:
             return outputs
-        with self._telling("a step could not be watched"):
+        with self.telling("a step could not be watched"):
             look.attach(outputs, self._names, self._rerun, self._compare)
         return outputs
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def telling(self, what: str) -> Iterator[None]:
         """What is raised inside costs the look, or all looks, and no step."""
         try:
             yield
@@ -256,7 +274,7 @@ class Watch:
 
     def _rerun(self, look: _Look) -> None:
         """Run the twin; called before or after a usual backward."""
-        with self._telling("the exact twin of a step could not be run"):
+        with self.telling("the exact twin of a step could not be run"):
             look.rerun()
 
     def _compare(self, look: _Look, usual: Mapping[str, Tensor]) -> None:

@@ -289,7 +289,7 @@ def _host_copy(device: torch.device, size: int) -> Job:
 
     def make() -> Call:
         source = torch.ones(size, device=device, dtype=torch.uint8)
-        target = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         return lambda: target.copy_(source, non_blocking=True)
 
     return Job("host_copy", float(size), make)

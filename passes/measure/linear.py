@@ -58,7 +58,9 @@ def compare(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
 
 def compare_product(got: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """``compare(got, a @ b)`` in fp32, by blocks of rows: the product is never there as a whole."""
-    return _compare_blocks(got, a, b.float(), torch.zeros((), device=got.device))
+    return _compare_blocks(
+        got, a, b.float(), torch.zeros((), dtype=torch.float32, device=got.device)
+    )
 
 
 def _compare_blocks(got: Tensor, a: Tensor, b: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,7 @@ def _blocks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 def exact_grad_weight(g: Tensor, x: Tensor) -> Tensor:
     """g_w = g_y^T x [O, I] in fp32, without fp32 copies of both as a whole."""
-    want = torch.zeros(g.shape[1], x.shape[1], device=g.device)
+    want = torch.zeros(g.shape[1], x.shape[1], dtype=torch.float32, device=g.device)
     for rows, of_x in zip(_blocks(g), _blocks(x, like=g), strict=True):
         want.addmm_(rows.float().t(), of_x.float())
     return want

@@ -26,9 +26,9 @@ def sketch(values: Tensor) -> Tensor:
     if flat.numel() <= SIZE:
         return flat.float().clone()
     signs = _signs(flat.device)
-    sums = torch.zeros(SIZE, device=flat.device)
+    sums = torch.zeros(SIZE, dtype=torch.float32, device=flat.device)
     for number, chunk in enumerate(flat.split(_CHUNK)):
-        signed = chunk * signs.narrow(0, number * _STEP % _CHUNK, chunk.numel())
+        signed = chunk.float() * signs.narrow(0, number * _STEP % _CHUNK, chunk.numel())
         missing = -chunk.numel() % SIZE
         sums += F.pad(signed, (0, missing)).view(-1, SIZE).sum(0)
     return sums
@@ -39,4 +39,4 @@ def _signs(device: torch.device) -> Tensor:
     """1 and -1, [2 * _CHUNK] fp32: the same in every process, the second half as the first."""
     chance = torch.Generator("cpu").manual_seed(0)
     signs = torch.randint(2, (_CHUNK,), generator=chance, device="cpu")
-    return (2.0 * signs - 1).repeat(2).to(device)
+    return (2 * signs - 1).float().repeat(2).to(device)

@@ -83,7 +83,7 @@ class Fed:
         table = torch.stack(rest)  # [schemes, gradients]
         finest = table.amin(0)
         real = (finest < 1) | (nudged < _NOISE) | (finest == LOST)
-        table, own = table[:, real].cpu(), torch.tensor(self.own)[real.cpu()]
+        table, own = table[:, real].cpu(), torch.tensor(self.own, device="cpu")[real.cpu()]
         if not table.numel() or not table.isfinite().all():
             return {}
         sides = (torch.where(own, table, 0.0), torch.where(own, 0.0, table))

@@ -46,10 +46,12 @@ def _sources(
     positions: for each dimension the small coordinates wanted, any shapes that broadcast. The
     index is flat into [batch, *big_size].
     """
-    offsets = torch.cartesian_prod(*(torch.arange(k) for k in kernel)).reshape(-1, len(kernel))
+    offsets = torch.cartesian_prod(*(torch.arange(k, device="cpu") for k in kernel)).reshape(
+        -1, len(kernel)
+    )
     shape = torch.broadcast_shapes(*(p.shape for p in positions))
-    index = torch.arange(batch).reshape(1, -1, *(1 for _ in shape))
-    inside = torch.ones((), dtype=torch.bool)
+    index = torch.arange(batch, device="cpu").reshape(1, -1, *(1 for _ in shape))
+    inside = torch.ones((), dtype=torch.bool, device="cpu")
     for d, position in enumerate(positions):
         offset = offsets[:, d].reshape(-1, 1, *(1 for _ in shape)) * dilation[d]
         at = position * stride[d] + offset - padding[d]
@@ -62,10 +64,12 @@ def _small_positions(small_size: Sizes, tiled: bool) -> list[Tensor]:
     """Small coordinates, a tensor a dimension: plain, or as [*tiles, *tile] where ``tiled``."""
     dims = len(small_size)
     if not tiled:
-        grid = torch.meshgrid(*(torch.arange(n) for n in small_size), indexing="ij")
+        grid = torch.meshgrid(*(torch.arange(n, device="cpu") for n in small_size), indexing="ij")
         return [axis.flatten() for axis in grid]
     shape, counts = tile_shape(dims), tile_counts(small_size)
-    grid = torch.meshgrid(*(torch.arange(n) for n in (*counts, *shape)), indexing="ij")
+    grid = torch.meshgrid(
+        *(torch.arange(n, device="cpu") for n in (*counts, *shape)), indexing="ij"
+    )
     return [(grid[d] * shape[d] + grid[dims + d]).flatten() for d in range(dims)]
 
 

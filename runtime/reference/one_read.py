@@ -53,7 +53,9 @@ def one_read_scale_of(absmax: Tensor) -> tuple[Tensor, Tensor]:
     usable = (absmax >= ONE_READ_TINY) & (absmax < float("inf"))
     safe = torch.where(usable, absmax, 1.0)
     zero, nan = torch.zeros_like(absmax), torch.full_like(absmax, float("nan"))
-    qmax, fixed = (torch.tensor(v, device=absmax.device) for v in (127.0, 32512.0))
+    qmax, fixed = (
+        torch.tensor(v, dtype=torch.float32, device=absmax.device) for v in (127.0, 32512.0)
+    )
     scale = torch.where(usable, safe / qmax, torch.where(absmax < ONE_READ_TINY, zero, nan))
     return scale, torch.where(usable, fixed / safe, zero)
 
@@ -65,11 +67,11 @@ def _sampled_exponents(grad_output: Tensor) -> Tensor:
     The parts are equal ones, of whole blocks of 16 columns. Of NaN and inf: of the largest finite.
     """
     rows, cols = grad_output.shape
-    count, of_part = min(rows, SAMPLED_ROWS), torch.zeros(EQUAL_PARTS, dtype=torch.int32)
-    of_part = of_part.to(grad_output.device)
+    count, device = min(rows, SAMPLED_ROWS), grad_output.device
+    of_part = torch.zeros(EQUAL_PARTS, dtype=torch.int32, device=device)
     if count == 0 or cols == 0:
         return of_part
-    n = torch.arange(count, device=grad_output.device, dtype=torch.int64)
+    n = torch.arange(count, device=device, dtype=torch.int64)
     start, end = n * rows // count, (n + 1) * rows // count
     picked = start + ((n * MIX_HASH & MASK32) >> 8) % (end - start)
     absmax = grad_output[picked].float().abs().amax(0)
@@ -82,7 +84,9 @@ def _sampled_exponents(grad_output: Tensor) -> Tensor:
 def _part_of_blocks(cols: int) -> Tensor:
     """The part that each column is in, int64 [``cols`` rounded up to 16]."""
     blocks = round_up(cols, HADAMARD_ORDER) // HADAMARD_ORDER
-    return (torch.arange(blocks) * EQUAL_PARTS // max(1, blocks)).repeat_interleave(HADAMARD_ORDER)
+    return (torch.arange(blocks, device="cpu") * EQUAL_PARTS // max(1, blocks)).repeat_interleave(
+        HADAMARD_ORDER
+    )
 
 
 def equal_of(exponents: Tensor, cols: int) -> Tensor:
