@@ -47,6 +47,7 @@ from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
 from .passes.plan import Plan
 from .passes.profile.profile import Profile
+from .passes.spared_work import collected_later
 from .passes.storage.step_time import StepTime
 from .record import NO_PLAN, Dump, GraphReport, Held, Listener, Recorder, run_uncompiled
 from .runtime.planes import RESTORED_OPERATIONS
@@ -232,7 +233,8 @@ class _Graph:
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
-        run: Any = compile_fx(self.gm, self.example_inputs, self.inner_compile, patches)
+        with collected_later():
+            run: Any = compile_fx(self.gm, self.example_inputs, self.inner_compile, patches)
         held.tell()
         return run
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -21,6 +25,34 @@ def spare_work() -> None:
     """
     for spare in _SPARED:
         spare()
+
+
+_LOCK = threading.Lock()
+_compiling = 0
+
+
+@contextlib.contextmanager
+def collected_later() -> Iterator[None]:
+    """Python looks for garbage when graphs are compiled, not again and again while they grow.
+
+    A compile makes millions of objects, most of which stay until it is done. Memory of a device
+    does not wait for that. Threads may compile at a time: the last one has it go on.
+    """
+    global _compiling
+    with _LOCK:
+        later = gc.isenabled() or _compiling > 0
+        _compiling += later
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _compiling -= later
+            if later and not _compiling:
+                if not gc.get_freeze_count():
+                    gc.freeze()  # what is there now counts as old, and is not
+                    gc.unfreeze()  # looked through right now
+                gc.enable()
 
 
 @taught

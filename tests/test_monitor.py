@@ -1,5 +1,6 @@
 """Watching gradient quality: what is reported, where to, and demotion of a layer that fails."""
 
+import contextlib
 import functools
 import json
 
@@ -144,6 +145,7 @@ def test_which_forwards_are_watched(every, due):
         gauge.gradient("p", torch.ones(2), torch.ones(2))  # as its backward would
 
     observed.check_outputs = lambda: None
+    observed.telling = contextlib.nullcontext
     watched = Watched(lambda: calls.append("usual"), observed, gauge, Monitor(every=every), None)
     for _ in range(300):
         watched()

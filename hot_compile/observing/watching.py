@@ -159,7 +159,7 @@ class Doubled:
     def __init__(
         self, quick: Eager, thorough: Sequence[Twin], observer: Observer, guesses: bool = False
     ) -> None:
-        """``thorough``: the first that runs, and is right, counts. ``guesses``: the other one may be
+        """``thorough``: the first that runs, and is right, counts. ``guesses``: the other may be
         mistaken in what random numbers a step draws; then it is not asked again."""
         self._quick = quick
         self._thorough = list(thorough)

@@ -1,5 +1,6 @@
 """Inductor is spared work, and writes the same code."""
 
+import gc
 import sys
 
 import pytest
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from hot_compile.passes.spared_work import spare_work
+from hot_compile.passes.spared_work import collected_later, spare_work
 from hot_compile.runtime import ops  # noqa: F401  # registers the operators
 
 spare_work()
@@ -119,3 +120,39 @@ def test_code_is_compiled_when_it_is_written(monkeypatch):
     first, then, again = order
     assert then == "defined"
     assert first == again
+
+
+def test_garbage_is_looked_for_when_all_are_done():
+    def fails():
+        with collected_later():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ValueError("a failed compile")
+
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="failed"):
+        collected_later()(fails)()
+    assert gc.isenabled()
+    gc.disable()
+    with collected_later():
+        pass
+    found = gc.isenabled()
+    gc.enable()
+    assert not found, "somebody else had switched it off"
+
+
+def test_graphs_are_compiled_without_looking_for_garbage(monkeypatch):
+    seen, define = [], PythonWrapperCodegen.define_kernel
+
+    def defined(*args, **kwargs):
+        seen.append(gc.isenabled())
+        return define(*args, **kwargs)
+
+    monkeypatch.setattr(PythonWrapperCodegen, "define_kernel", defined)
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(96, 32)
+    with inductor_config.patch(force_disable_caches=True):
+        torch.compile(lambda x: layer(x).relu(), backend="hot")(torch.randn(32, 96))
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
