@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,13 +137,14 @@ def noisy_gradients(built: Built) -> dict[str, Tensor]:
         own = saved.untyped_storage().data_ptr() in weights
         if own or not saved.is_floating_point() or saved.nbytes < LARGE:
             return saved
-        noisy = saved * (1 + NOISE * torch.randn_like(saved))  # zeros and signs, so masks, stay
-        if 0 in saved.stride():
-            return noisy
+        once = saved[tuple(slice(1) if step == 0 else slice(None) for step in saved.stride())]
+        noisy = once * (1 + NOISE * torch.randn_like(once))  # zeros and signs, so masks, stay
         # as it lies in memory: kernels of attention read no bias whose rows begin anywhere
-        return torch.empty_strided(
-            saved.shape, saved.stride(), dtype=saved.dtype, device=saved.device
-        ).copy_(noisy)
+        return (
+            torch.empty_strided(once.shape, once.stride(), dtype=once.dtype, device=once.device)
+            .copy_(noisy)
+            .expand_as(saved)
+        )
 
     handles = [m.register_forward_hook(listen) for m in built.model.modules() if _multiplies(m)]
     try:
@@ -296,10 +298,11 @@ def _off(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     missing = (got.get(n, torch.zeros_like(g)) for n, g in exact.items())
     pairs = zip(missing, exact.values(), strict=True)
     squares = [
-        (torch.dist(a.float(), b.float()).square(), b.float().norm().square()) for a, b in pairs
+        (float(torch.dist(a.float(), b.float())) ** 2, float(b.float().norm()) ** 2)
+        for a, b in pairs
     ]
-    error, norm = (torch.stack(part).sum() for part in zip(*squares, strict=True))
-    return float((error / norm).sqrt())
+    error, norm = map(sum, zip(*squares, strict=True))
+    return math.sqrt(error / norm) if norm else math.nan
 
 
 def _time(result: Result, arms: dict[str, Arm]) -> None:
