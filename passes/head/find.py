@@ -9,15 +9,17 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import aten, made_of_tangents, module_path
-from hot_compile.passes.base.operators import MATRIX_PRODUCTS, is_pointwise
+from hot_compile.passes.base.graph import aten, made_of_tangents, module_path, strip
+from hot_compile.passes.base.operators import CASTS, MATRIX_PRODUCTS, VIEWS, is_pointwise
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.head.chunks import Chunks
 from hot_compile.passes.head.operands import NotUnderstood, args_of, has_size, numel, shape_of
-from hot_compile.passes.head.rules import RULES
+from hot_compile.passes.head.rules import REDUCTIONS, RULES
 from hot_compile.passes.head.softmax import Softmax
 
 _PARTS = {aten.index.Tensor, operator.getitem}
+_WIDER = 4
+"""An MLP's hidden layer is this much wider than what it reads."""
 _KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of products whose softmax has operators of its own."""
 
@@ -58,7 +60,7 @@ class Refused:
 
 
 def find_heads(graph: fx.Graph, least: int = 0) -> Iterator[Head | Refused]:
-    """Every product whose results reach a log-softmax, in order; of ``least`` bytes or more.
+    """Every product of ``least`` bytes whose results reach a softmax, or only sums, in order.
 
     The graph may be changed between two of them.
     """
@@ -88,32 +90,45 @@ def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterato
     for node in graph.nodes:
         if node.target not in MATRIX_PRODUCTS or node in gradients:
             continue
-        if bytes_of(node.meta["val"]) >= least and _reaches_softmax(node):
+        if bytes_of(node.meta["val"]) >= least and _is_read_by_rows(node, gradients):
             yield node
 
 
-def _reaches_softmax(product: fx.Node) -> bool:
+def _is_read_by_rows(product: fx.Node, gradients: set[fx.Node]) -> bool:
     """The largest of its columns is asked for, or of something elementwise made of some of it.
 
-    That need not be something that can be left out: what cannot has a reason to tell.
+    Or it is a wide layer's, and all that is made of it is reduced over its columns. That need not
+    be something that can be left out: what cannot has a reason to tell.
     """
-    seen, stack = {product}, [product]
+    seen, stack, reduced, goes_on = {product}, [product], False, not _is_wider(product)
     while stack:
         node = stack.pop()
         for user in node.users:
-            if user.target is aten.amax.default and _reduces_columns(user, product):
+            reduces = user.target in REDUCTIONS and _reduces_columns(user, product)
+            if reduces and user.target is aten.amax.default:
                 return True
             followed = user.target in RULES or user.target in _PARTS or is_pointwise(user)
             if user not in seen and followed and _is_wide(user, product):
                 seen.add(user)
                 stack.append(user)
-    return False
+            elif user not in gradients:
+                reduced |= reduces
+                goes_on |= not followed and user.target is not aten.sym_size.int
+    return reduced and not goes_on
 
 
-def _reduces_columns(amax: fx.Node, product: fx.Node) -> bool:
+def _is_wider(product: fx.Node) -> bool:
+    """A layer whose results are wider than those of others."""
+    weight = strip(args_of(product)[-1], VIEWS | CASTS)
+    inputs, outputs = map(hint, shape_of(args_of(product)[-1]))
+    return weight.op == "placeholder" and outputs > _WIDER * inputs
+
+
+def _reduces_columns(node: fx.Node, product: fx.Node) -> bool:
     """Most of the product's columns are reduced, rather than its rows or a layer's channels."""
-    shape = shape_of(args_of(amax)[0])
-    sizes = [shape[dim] for dim in args_of(amax)[1] or range(len(shape))]
+    shape, dims = shape_of(args_of(node)[0]), (*args_of(node)[1:2], None)[0]
+    dims = [dims] if isinstance(dims, int) else dims or range(len(shape))
+    sizes = [shape[dim] for dim in dims]
     return any(2 * hint(size) > hint(shape_of(product)[1]) for size in sizes)
 
 

@@ -198,6 +198,7 @@ _TWICE = {
 }
 """What is the same of all rows' as of all elements."""
 _OF_COLUMNS = {aten.amin.default, aten.logsumexp.default, aten.var.correction}
+REDUCTIONS = {*_TWICE, *_ONE_DIM, *_OF_COLUMNS}
 _BY_DIM: dict[Any, Any] = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
 
 
@@ -287,7 +288,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
     aten.expand.default: _expand,
     aten.full.default: _full,
-    **dict.fromkeys({*_TWICE, *_ONE_DIM, *_OF_COLUMNS}, _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     **{op: _along(2) for op in (aten.topk.default, aten.kthvalue.default)},
     **dict.fromkeys(_PAIRS, _along(1)),
     operator.getitem: _item,

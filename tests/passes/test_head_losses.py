@@ -194,6 +194,59 @@ def standardised(logits, g):
     ].sum()
 
 
+def yes_or_no(g):
+    """Several classes a row, each right or wrong."""
+    return (g["teacher"] > 1).to(g["teacher"].dtype)
+
+
+def binary(logits, g):
+    """Each class and each row with a weight of its own."""
+    weights = {"pos_weight": 1 + 3 * g["hidden"].to(logits.dtype), "weight": g["mask"][..., None]}
+    return F.binary_cross_entropy_with_logits(logits, yes_or_no(g), **weights)
+
+
+def focal(logits, g):
+    right = yes_or_no(g)
+    loss = F.binary_cross_entropy_with_logits(logits, right, reduction="none")
+    off = torch.where(right > 0, 1 - logits.sigmoid(), logits.sigmoid())
+    return (loss * off.square()).mean()
+
+
+def sigmoids(logits, g):
+    return F.multilabel_soft_margin_loss(logits.flatten(0, 1), yes_or_no(g).flatten(0, 1))
+
+
+def hinge(logits, g):
+    """Every class against the label's."""
+    own = logits.gather(-1, g["labels"][..., None])
+    return mean((1 + logits - own).clamp_min(0).sum(-1) - 1, g)
+
+
+def margin(logits, g):
+    return F.multi_margin_loss(logits.flatten(0, 1), g["labels"].flatten())
+
+
+def squares(logits, g):
+    return mean((logits - g["teacher"]).square().mean(-1), g)
+
+
+def huber(logits, g):
+    return F.smooth_l1_loss(logits, g["teacher"])
+
+
+def cosine(logits, g):
+    return mean(1 - F.cosine_similarity(logits, g["teacher"], dim=-1), g)
+
+
+def embedding(logits, g):
+    ones = torch.ones_like(g["labels"].flatten(), dtype=logits.dtype)
+    return F.cosine_embedding_loss(logits.flatten(0, 1), g["teacher"].flatten(0, 1), ones)
+
+
+def normalised(logits, g):
+    return F.mse_loss(F.normalize(logits, dim=-1), F.normalize(g["teacher"], dim=-1))
+
+
 LOSSES = {
     "KL to a teacher's logits": (kl, {}, FORWARD),
     "KL to a teacher's head": (kl, {"teacher": True, "bias": True}, FORWARD),
@@ -219,6 +272,17 @@ LOSSES = {
     "weights a row": (by_weight, {}, FORWARD),
     "metrics": (metrics, {}, FORWARD),
     "standardised, with a median": (standardised, {}, FORWARD),
+    "binary cross entropy": (binary, {"bias": True}, FORWARD),
+    "focal": (focal, {}, FORWARD),
+    "multi-label soft margin": (sigmoids, {}, FORWARD),
+    "hinge": (hinge, {}, FORWARD),
+    "multi-margin": (margin, {}, FORWARD),
+    "squares to a teacher's logits": (squares, {}, FORWARD),
+    "squares to a teacher's head": (squares, {"teacher": True}, FORWARD),
+    "Huber": (huber, {"teacher": True}, FORWARD),
+    "cosine similarity": (cosine, {"teacher": True}, FORWARD),
+    "cosine embedding": (embedding, {}, FORWARD),
+    "normalised squares": (normalised, {}, FORWARD),
     "LoRA on the head": (grpo, {"adapted": True}, FORWARD),
     "LoRA on the head, distilled": (kl, {"adapted": True, "teacher": True}, FORWARD),
 }
@@ -275,6 +339,9 @@ QUICK = (
     "metrics",
     "standardised, with a median",
     "LoRA on the head",
+    "binary cross entropy",
+    "hinge",
+    "cosine similarity",
 )
 
 
@@ -344,3 +411,19 @@ def test_losses_on_a_gpu(name, dtype):
 
 def distance(got, want):
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("width", [4 * WIDTH, 4 * WIDTH + 1])
+def test_a_loss_without_a_softmax_needs_results_wider_than_a_layers(width):
+    """What a network's last layer predicts is no head, nor what another layer reads."""
+    model = Model(squares, vocabulary=width)
+    reports = Reports()
+    compiled(model, reports)(
+        inputs(torch.float32), given_for(vocabulary=width, dtype=torch.float32)
+    )
+    heads = [head for graph in reports.graphs for head in graph.plan.heads]
+    assert [head.name for head in heads] == (["head"] if width > 4 * WIDTH else [])
+    layers = nn.Sequential(nn.Linear(WIDTH, 9 * WIDTH), nn.LayerNorm(9 * WIDTH), nn.Tanh())
+    body = nn.Sequential(*layers, nn.Linear(9 * WIDTH, WIDTH))
+    compiled(lambda x: body(x).square().mean(), reports)(inputs(torch.float32))
+    assert not reports.graphs[-1].plan.heads
