@@ -15,8 +15,6 @@ from torch import fx
 
 from hot_compile.runtime.pointwise import taught
 
-_TAIL_SIZES = "tail_size", "inner_tail_size", "outer_tail_size"
-
 
 def spare_work() -> None:
     """Have Inductor leave out what it does in vain, or again and again (tried on torch 2.11, 2.14).
@@ -71,27 +69,6 @@ def _write_dtype_rules_once() -> None:
             self.rules_written = len(op_dtype_propagation_rules)
 
     table.__init__ = write_once
-
-
-@taught
-def _skip_empty_tails() -> None:
-    """Where vectors fill a loop, the code for what would be left over is not written.
-
-    Inductor writes it, in vectors, and drops it for its empty range. Buffers and arguments were
-    settled when the loop was written for single elements, before.
-    """
-    from torch._inductor.scheduler import SchedulerNode
-    from torch._inductor.virtualized import V
-
-    node: Any = SchedulerNode
-    write = node.codegen
-
-    @functools.wraps(write)
-    def write_unless_empty(self: Any, index_vars: Any) -> None:
-        if not any(getattr(V.kernel, size, None) == 0 for size in _TAIL_SIZES):
-            write(self, index_vars)
-
-    node.codegen = write_unless_empty
 
 
 @taught
@@ -216,7 +193,6 @@ def _compile_while_writing() -> None:
 
 _SPARED = (
     _write_dtype_rules_once,
-    _skip_empty_tails,
     _keep_equal_bounds,
     _walk_loops,
     _remember_fakes,
