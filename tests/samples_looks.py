@@ -1,14 +1,18 @@
-"""Whether looks at steps on a GPU stay below the peak of steps without them."""
+"""What is looked at, by how much it is off, and whether looks stay below a GPU's peak."""
 
+import functools
 from collections.abc import Callable
 
 import torch
+from samples_cancelling import critic, mlp, near_pairs
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hot_compile
+from hot_compile.backend import hot
+from hot_compile.inspect import run_uncompiled
 
 Made = tuple[nn.Module, Callable[..., object], Callable[[], torch.Tensor]]
 """A model, what it was compiled to, and one forward of that, which gives the loss."""
@@ -65,3 +69,40 @@ def looks_stay_below_a_gpus_peak(make: Callable[[str], Made], dtype: torch.dtype
             assert found.errors.worst < 0.2
         del model, step, forward, loss
     assert peaks["auto"] < 1.02 * peaks["off"]
+
+
+ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "auto"}
+
+
+def compiled(function, reports=None, lower=False, **options):
+    keywords = {} if lower else {"inner_compile": run_uncompiled}
+    backend = functools.partial(hot, options={**ALWAYS, **options}, recorder=reports, **keywords)
+    return torch.compile(function, backend=backend)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def errors(got, want):
+    """Of all parameters whose gradients are not tiny beside the largest."""
+    largest = max(g.norm() for g in want.values())
+    kept = {n: g for n, g in want.items() if g.norm() > 1e-3 * largest}
+    return {n: ((got[n] - g).norm() / g.norm()).item() for n, g in kept.items()}
+
+
+def run_step(f, loss, model, x):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss(f, x).backward()
+
+
+def bad_net():
+    return mlp(64, 1), near_pairs()
+
+
+def train_critic(step, model, x, steps=9):
+    for _ in range(steps):
+        model.zero_grad()
+        critic(step, x).backward()
+    return gradients(model)

@@ -1,7 +1,5 @@
 """On by default: gradients are looked at, what is off is repaired, what was found remembered."""
 
-import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -9,23 +7,28 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from samples_cancelling import CASES, critic, mlp, near_pairs
-from samples_looks import looks_stay_below_a_gpus_peak
+from samples_cancelling import CASES, mlp
+from samples_looks import (
+    bad_net,
+    compiled,
+    errors,
+    gradients,
+    looks_stay_below_a_gpus_peak,
+    run_step,
+    train_critic,
+)
 from samples_models import Busy
 from torch import nn
 
 import hot_compile
 from hot_compile import backend
-from hot_compile.backend import hot
-from hot_compile.inspect import Reports, run_uncompiled
-from hot_compile.observing import acceptance, eager
+from hot_compile.inspect import Reports
+from hot_compile.observing import acceptance
 from hot_compile.observing.acceptance import Acceptance, Findings
 from hot_compile.observing.eager import Eager
 from hot_compile.observing.monitor import KEPT_AS
-from hot_compile.observing.watching import Twin
 from hot_compile.testing import cosine
 
-ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "auto"}
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
@@ -34,23 +37,6 @@ def kept(tmp_path, monkeypatch):
     """Where findings are kept; nothing of other tests lies there."""
     monkeypatch.setattr(acceptance, "folder", lambda: tmp_path / "accepted")
     return tmp_path / "accepted"
-
-
-def compiled(function, reports=None, lower=False, **options):
-    keywords = {} if lower else {"inner_compile": run_uncompiled}
-    backend = functools.partial(hot, options={**ALWAYS, **options}, recorder=reports, **keywords)
-    return torch.compile(function, backend=backend)
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def errors(got, want):
-    """Of all parameters whose gradients are not tiny beside the largest."""
-    largest = max(g.norm() for g in want.values())
-    kept = {n: g for n, g in want.items() if g.norm() > 1e-3 * largest}
-    return {n: ((got[n] - g).norm() / g.norm()).item() for n, g in kept.items()}
 
 
 def exact_gradients(model, loss, x, inside):
@@ -65,12 +51,6 @@ def step_of(model, loss, inside, **options):
     if inside:
         return compiled(functools.partial(loss, model), **options), lambda f, x: f(x)
     return compiled(model, **options), loss
-
-
-def run_step(f, loss, model, x):
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss(f, x).backward()
 
 
 QUICK = {"critic", "pairs by index", "finite differences", "R-Drop", "Pearson", "two towers"}
@@ -96,17 +76,6 @@ def test_what_nearly_cancels_is_right_by_the_ninth_step(name, inside):
     assert min(cosine(got[n], want[n]) for n in found) > 0.97
 
 
-def bad_net():
-    return mlp(64, 1), near_pairs()
-
-
-def train_critic(step, model, x, steps=9):
-    for _ in range(steps):
-        model.zero_grad()
-        critic(step, x).backward()
-    return gradients(model)
-
-
 def test_what_cancels_between_a_steps_backwards():
     """Each has an exact gradient of its own; their sum, which is what is used, had not."""
     torch.manual_seed(0)
@@ -123,6 +92,26 @@ def test_what_cancels_between_a_steps_backwards():
     assert max(errors(train(compiled(model, accept="off"), 1), want).values()) > 0.5
     torch._dynamo.reset()
     assert max(errors(train(compiled(model), 9), want).values()) < 0.25
+
+
+def test_a_look_begins_with_a_step_however_often_it_calls_the_graph():
+    """An energy's three forwards nearly cancel; a sum of two of them is off by little."""
+    torch.manual_seed(0)
+    model, x = mlp(64, 1), torch.randn(512, 64)
+
+    def train(f, steps):
+        for _ in range(steps):
+            model.zero_grad()
+            near = f(x + 0.05 * torch.sin(11 * x))
+            (f(x).mean() - near.mean() + 0.1 * f(x).square().mean()).backward()
+        return gradients(model)
+
+    want = train(model, 1)
+    step = compiled(model)
+    assert max(errors(train(step, 9), want).values()) < 0.25
+    found = hot_compile.certificate(step)
+    assert found.repaired
+    assert found.errors.worst < 0.25
 
 
 def test_the_next_process_starts_with_what_was_found(kept, caplog):
@@ -257,7 +246,7 @@ def test_under_autocast_with_a_scaler_and_accumulation():
             scaler.update()
             optimizer.zero_grad()
     found = hot_compile.certificate(step)
-    assert len(found.looks) == 3  # of both backwards of the first step, then at 4 and 8
+    assert [look.step for look in found.looks] == [2, 4, 6, 10]  # both backwards of a step each
     assert not found.repaired
     assert found.errors.worst < 0.2
 
@@ -276,45 +265,12 @@ def test_several_graphs_and_shapes_that_change():
     model = Broken()
     step = compiled(model)
     for rows in (32, 48, 64, 48, 80):
+        model.zero_grad()
         step(torch.randn(rows, 64)).square().mean().backward()
     found = hot_compile.certificate(step)
     assert found.layers == 2
     assert not found.unseen
     assert not found.repaired
-
-
-def test_a_look_that_fails_costs_one_warning_and_no_step(monkeypatch, caplog):
-    monkeypatch.setattr(Eager, "gradients", lambda *_: 1 / 0)
-    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
-    step = compiled(model)
-    for _ in range(3):
-        model.zero_grad()
-        step(x).square().mean().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    told = [r for r in caplog.records if "not observed" in r.getMessage()]
-    assert len(told) == 1
-    assert "ZeroDivisionError" in str(hot_compile.certificate(step).unseen)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), eager.TooLarge("no")])
-def test_where_memory_is_short_the_next_look_tries_again(monkeypatch, caplog, error):
-    own, tries = Eager.gradients, []
-
-    def short(self, *given):
-        tries.append(1)
-        if len(tries) < 3:
-            raise error
-        return own(self, *given)
-
-    monkeypatch.setattr(Eager, "gradients", short)
-    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
-    step = compiled(model)
-    for number in range(5):
-        step(x).square().mean().backward()
-        if number == 2:
-            assert "memory" in str(hot_compile.certificate(step).unseen)
-    assert len(hot_compile.certificate(step).looks) == 1
-    assert len([r for r in caplog.records if "memory" in r.getMessage()]) == 1
 
 
 def test_where_nobody_can_look_it_is_said_once(caplog):
@@ -395,84 +351,6 @@ def test_an_8_bit_forward_that_changes_the_loss_is_given_up():
     assert off[-1] == pytest.approx(1.0, rel=1e-3)
     why = set(hot_compile.certificate(step).repaired.values())
     assert any(w.startswith("runs with an exact forward: outputs off by") for w in why)
-
-
-class Shifted(nn.Module):
-    """What bf16 loses to a sum with 256, code that works it out in fp32 does not lose."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.second((self.first(x) + 256) - 256)
-
-
-def test_what_rounds_between_operators_is_compared_with_compiled_exact_code(caplog):
-    torch.manual_seed(0)
-    model, x = Shifted().bfloat16(), torch.randn(256, 64, dtype=torch.bfloat16)
-    exact = model.second((model.first(x).float() + 256 - 256).bfloat16())
-    assert (model(x) - exact).norm() > 0.1 * exact.norm()
-    step = compiled(model, lower=True)
-    for _ in range(5):
-        run_step(step, lambda f, x: f(x).float().square().mean(), model, x)
-    found = hot_compile.certificate(step)
-    assert len(found.looks) == 3
-    assert not found.unseen
-    assert found.errors.worst < 0.2
-    assert "not observed" not in caplog.text
-
-
-def test_a_miscompiled_twin_is_not_believed(monkeypatch, caplog):
-    """Inductor's code of a twin may be wrong where that of the step is right: other kernels."""
-    own, made = Twin._compiled, []
-
-    def wrong(self, args):
-        made.append(own(self, args))
-        if len(made) > 1:
-            return made[-1]
-        return dataclasses.replace(made[0], run=lambda *xs: [y * 2 for y in made[0].run(*xs)])
-
-    monkeypatch.setattr(Twin, "_compiled", wrong)
-    torch.manual_seed(0)
-    model, x = bad_net()
-    want = train_critic(model, model, x, 1)
-    step = compiled(model)
-    assert max(errors(train_critic(step, model, x), want).values()) < 0.25
-    assert len(made) > 1
-    assert not hot_compile.certificate(step).unseen
-    assert "not observed" not in caplog.text
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        functools.partial(torch.device, "meta"),
-        functools.partial(default_dtype, torch.float64),
-        functools.partial(default_dtype, torch.bfloat16),
-        torch.autograd.detect_anomaly,
-    ],
-    ids=["device", "float64", "bfloat16", "anomaly"],
-)
-def test_what_a_user_makes_the_default_is_nothing_to_a_look(state, caplog):
-    torch.manual_seed(0)
-    model, x = bad_net()
-    want = train_critic(model, model, x, 1)
-    step = compiled(model)
-    with state():
-        got = train_critic(step, model, x)
-        assert not hot_compile.certificate(step).unseen
-    assert max(errors(got, want).values()) < 0.25
-    assert "not observed" not in caplog.text
 
 
 def test_a_sparse_gradient_is_no_reason_to_stop():

@@ -23,6 +23,7 @@ from hot_compile.observing.forgetting import forget
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
 from hot_compile.observing.step_clock import StepClock
+from hot_compile.observing.steps import Steps, parameters_of, versions
 from hot_compile.observing.watching import Watch
 from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
@@ -48,6 +49,8 @@ _OUTPUTS = 0.2
 """Relative error that outputs may have by an INT8 forward."""
 Differs = Callable[[Sequence[Any], StepTime], bool]
 """(inputs of a graph, how long a step takes) -> whether that changes how it is compiled."""
+_PATIENCE = 64
+"""Forwards that a look waits for one that begins a step."""
 _AHEAD = 64
 """For so many forwards it is trusted that none is due: a monitor may be told otherwise."""
 
@@ -278,10 +281,14 @@ class Watched:
         self._calls = 0
         self._idle = 0
         """Forwards up to which there is nothing to do but to run."""
+        self._due = 0
+        """The forward at which a look was due that waits for a step to begin; 0: none does."""
         self._left = 0
         """Forwards that are to be watched until there is a backward."""
         self._versions: list[int] = []
         """Of the parameters when the look began."""
+        self.steps = Steps()
+        """Go on where the graph is compiled again."""
 
     def __call__(self, *args: Any) -> Any:
         """One forward; what the last watched backward showed is read here."""
@@ -302,16 +309,25 @@ class Watched:
         gauge = self.gauge
         if not gauge.repaired and self._monitor.follows(gauge, self._calls):
             self._repaired()
-        if self._monitor.due(self._calls, gauge.settled):
-            self._left = _FORWARDS
+        if self._monitor.due(self._calls, gauge.settled) and not self._due:
+            self._due = self._calls
+        if self._due and self._begins(args):
+            self._due, self._left = 0, _FORWARDS
         watched = self._left > 0 and not gauge.repaired
         self._left -= watched
         if watched:
-            self._versions = _versions(args)
-        elif not self._left:
-            self._idle = self._next() - 1
+            self._versions = versions(args)
+        elif not (self._left or self._due or gauge.repaired):
+            self._idle = self._next() - 2  # whether a step begins there shows the forward before
         run = self._observed if watched else self._usual
-        return run(*args) if self.clock is None else self.clock(run, args, gauge, not watched)
+        passed = run(*args) if self.clock is None else self.clock(run, args, gauge, not watched)
+        self.steps.passed(passed, args)
+        return passed
+
+    def _begins(self, args: Sequence[Any]) -> bool:
+        """A look that is due begins with a step, if one begins in time."""
+        late = self._calls - self._due >= _PATIENCE
+        return late or not self._monitor.sums or self.steps.begins(args)
 
     def _goes_on(self, args: Sequence[Any]) -> bool:
         """The step that is watched calls the graph again, and adds to the gradients that it has.
@@ -321,9 +337,9 @@ class Watched:
         if not (self._left and self._monitor.sums) or self.gauge.shortage:
             return False
         self._observed.check_outputs()
-        if self.gauge.outputs_off or _versions(args) != self._versions:
+        if self.gauge.outputs_off or versions(args) != self._versions:
             return False
-        return any(p.grad is not None for p in _parameters(args))
+        return any(p.grad is not None for p in parameters_of(args))
 
     def _next(self) -> int:
         """The next forward at which there may be something to do."""
@@ -372,7 +388,7 @@ class Watched:
         elif gauge.wants_stored:
             self._repair(found, stored)
         elif not gauge.stuck:
-            gauge.wants_stored, self._left = True, _FORWARDS
+            gauge.wants_stored, self._due = True, self._calls + 1
         if not gauge.wants_stored and monitor.settled():
             log.warning("hot: %s", certificate(monitor))
 
@@ -388,12 +404,3 @@ class Watched:
         """The next forward compiles the graph anew."""
         self.gauge.repaired, self.gauge.wants_stored = True, False
         forget(self._code)
-
-
-def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
-    return [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad]
-
-
-def _versions(args: Sequence[Any]) -> list[int]:
-    """They change when an optimizer steps."""
-    return [parameter._version for parameter in _parameters(args)]

@@ -308,6 +308,7 @@ class Monitor:
         before = self.graphs.get(key)
         if before is not None:
             graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
+            graph.steps = before.steps
             graph.gauge.repairs = before.gauge.repairs + before.gauge.repaired
         self.graphs[key] = graph
         self.compiles += 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from hot_compile.detached_logits import PRODUCTS
 from hot_compile.observing.draws import draws_numbers
@@ -111,7 +112,10 @@ class Sizes:
 
 
 def can_be_cut(sizes: Sizes) -> bool:
-    """Nothing is changed in place that was there before the graph, and is read elsewhere in it."""
+    """Nothing is changed in place that was there before the graph, and is read elsewhere in it; nor
+    are there transforms of functions (``torch.func``), whose begin and end belong together."""
+    if any(map(_is_wrapped, sizes.nodes)):
+        return False
     changed = [n for n in map(_changes, sizes.nodes) if n is not None]
     owners = {sizes.owners.get(n) for n in changed}
     given = [n for n in owners if n is not None and not n.op.startswith("call_")]
@@ -277,7 +281,14 @@ def _name(node: fx.Node) -> str:
 
 def _value(node: fx.Node) -> Tensor | None:
     value = node.meta.get("example_value")
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
     return value if isinstance(value, Tensor) else None
+
+
+def _is_wrapped(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
 def _memory(value: Tensor) -> int:

@@ -148,9 +148,9 @@ class Twin:
 class Doubled:
     """A twin that costs nothing to compile, and beside it, where there is a doubt, a thorough one.
 
-    There is one if something is to blame, or if the former's outputs are not the step's: in bf16,
-    what rounds between operators may be far from what rounds once a kernel. What both twins differ
-    by is what no exact computation can tell.
+    There is one if something is to blame, or if the former fails (functorch's transforms), or its
+    outputs are not the step's: in bf16, what rounds between operators may be far from what rounds
+    once a kernel. What both twins differ by is what no exact computation can tell.
     """
 
     mutated: frozenset[int]
@@ -178,7 +178,15 @@ class Doubled:
         wants_stored = self._observer.wants_stored
         if self._mistaken:
             return self._surely(step, tangents, None)
-        deviation, other = self._quick.gradients(step, tangents)
+        try:
+            with step.random.again():
+                deviation, other = self._quick.gradients(step, tangents)
+        except (torch.OutOfMemoryError, TooLarge):
+            raise
+        except Exception:
+            log.debug("hot: a graph does not run operator by operator", exc_info=True)
+            self._mistaken = True
+            return self._surely(step, tangents, None)
         off = float(deviation) >= self._observer.same  # rounded between its operators, perhaps
         self._mistaken = self._guesses and off
         if not (off or wants_stored):

@@ -1,0 +1,64 @@
+"""Which forwards of a graph begin a training step, as far as its own backwards and parameters show.
+
+Gradients of a step's backwards add up, and may cancel: what is compared of them begins where a step
+does. A compiled graph is called several times in one where a loss takes two passes, or batches are
+accumulated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hot_compile.again import compiled_node
+
+
+class _Forward:
+    """Lives as long as the backward that it waits for is possible."""
+
+
+class Steps:
+    """Told of a graph's forwards; those behind each other are to be told without a gap."""
+
+    def __init__(self) -> None:
+        self._open: Callable[[], _Forward | None] = lambda: None
+        """The last forward, while its backward did not run."""
+        self._versions: list[int] = []
+
+    def begins(self, args: Sequence[Any]) -> bool:
+        """The next forward, with these inputs, is the first of a step: gradients were taken of the
+        one before, and are gone, or an optimizer has used them."""
+        if self._open() is not None:
+            return False
+        parameters = parameters_of(args)
+        return all(p.grad is None for p in parameters) or versions(args) != self._versions
+
+    def passed(self, outputs: Any, args: Sequence[Any]) -> None:
+        """A forward ran."""
+        self._versions = versions(args)
+        node: Any = compiled_node(outputs, args) if isinstance(outputs, Sequence) else None
+        if node is None:
+            return
+        forward = _Forward()
+
+        @torch.compiler.disable
+        def finished(*_: Any) -> None:
+            after.remove()
+            if self._open() is forward:
+                self._open = lambda: None
+
+        after = node.register_hook(finished)
+        self._open = weakref.ref(forward)
+
+
+def parameters_of(args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    """Those that are trained."""
+    return [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad]
+
+
+def versions(args: Sequence[Any]) -> list[int]:
+    """Of parameters; they change when an optimizer steps."""
+    return [parameter._version for parameter in parameters_of(args)]

@@ -1,0 +1,173 @@
+"""Looks that fail, that are miscompiled, under whatever is the user's default."""
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples_cancelling import mlp
+from samples_looks import bad_net, compiled, errors, gradients, run_step, train_critic
+from torch import nn
+
+import hot_compile
+from hot_compile.observing import acceptance, eager
+from hot_compile.observing.eager import Eager
+from hot_compile.observing.watching import Twin
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch):
+    """Where findings are kept; nothing of other tests lies there."""
+    monkeypatch.setattr(acceptance, "folder", lambda: tmp_path / "accepted")
+
+
+def test_a_look_that_fails_costs_one_warning_and_no_step(monkeypatch, caplog):
+    monkeypatch.setattr(Eager, "gradients", lambda *_: 1 / 0)
+    monkeypatch.setattr(Twin, "code", lambda *_: 1 / 0)
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
+    step = compiled(model)
+    for _ in range(3):
+        model.zero_grad()
+        step(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    told = [r for r in caplog.records if "not observed" in r.getMessage()]
+    assert len(told) == 1
+    assert "ZeroDivisionError" in str(hot_compile.certificate(step).unseen)
+
+
+def test_what_does_not_run_operator_by_operator_is_compared_with_compiled_code(monkeypatch, caplog):
+    monkeypatch.setattr(Eager, "gradients", lambda *_: 1 / 0)
+    torch.manual_seed(0)
+    model, x = bad_net()
+    want = train_critic(model, model, x, 1)
+    assert max(errors(train_critic(compiled(model), model, x), want).values()) < 0.25
+    assert "not observed" not in caplog.text
+
+
+def test_a_step_inside_the_graph():
+    """MAML: an inner step's gradients are part of the forward (``torch.func``)."""
+    torch.manual_seed(0)
+    model, x = mlp(16, 1), torch.randn(512, 16)
+    y = x.sum(1, keepdim=True).sin()
+    parameters = dict(model.named_parameters())
+
+    def loss(which):
+        def inner(given):
+            return F.mse_loss(torch.func.functional_call(model, given, (x[:256],)), y[:256])
+
+        slopes = torch.func.grad(inner)(parameters)
+        adapted = {name: p - 0.1 * slopes[name] for name, p in parameters.items()}
+        return F.mse_loss(torch.func.functional_call(model, adapted, (x[which],)), y[which])
+
+    loss(slice(256, None)).backward()
+    want = gradients(model)
+    step = compiled(loss)
+    for _ in range(5):
+        model.zero_grad()
+        step(slice(256, None)).backward()
+    found = hot_compile.certificate(step)
+    assert not found.unseen
+    assert len(found.looks) == 3
+    assert max(errors(gradients(model), want).values()) < 0.25
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), eager.TooLarge("no")])
+def test_where_memory_is_short_the_next_look_tries_again(monkeypatch, caplog, error):
+    own, tries = Eager.gradients, []
+
+    def short(self, *given):
+        tries.append(1)
+        if len(tries) < 3:
+            raise error
+        return own(self, *given)
+
+    monkeypatch.setattr(Eager, "gradients", short)
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), torch.randn(64, 64)
+    step = compiled(model)
+    for number in range(5):
+        model.zero_grad()
+        step(x).square().mean().backward()
+        if number == 2:
+            assert "memory" in str(hot_compile.certificate(step).unseen)
+    assert len(hot_compile.certificate(step).looks) == 1
+    assert len([r for r in caplog.records if "memory" in r.getMessage()]) == 1
+
+
+class Shifted(nn.Module):
+    """What bf16 loses to a sum with 256, code that works it out in fp32 does not lose."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second((self.first(x) + 256) - 256)
+
+
+def test_what_rounds_between_operators_is_compared_with_compiled_exact_code(caplog):
+    torch.manual_seed(0)
+    model, x = Shifted().bfloat16(), torch.randn(256, 64, dtype=torch.bfloat16)
+    exact = model.second((model.first(x).float() + 256 - 256).bfloat16())
+    assert (model(x) - exact).norm() > 0.1 * exact.norm()
+    step = compiled(model, lower=True)
+    for _ in range(5):
+        run_step(step, lambda f, x: f(x).float().square().mean(), model, x)
+    found = hot_compile.certificate(step)
+    assert len(found.looks) == 3
+    assert not found.unseen
+    assert found.errors.worst < 0.2
+    assert "not observed" not in caplog.text
+
+
+def test_a_miscompiled_twin_is_not_believed(monkeypatch, caplog):
+    """Inductor's code of a twin may be wrong where that of the step is right: other kernels."""
+    own, made = Twin._compiled, []
+
+    def wrong(self, args):
+        made.append(own(self, args))
+        if len(made) > 1:
+            return made[-1]
+        return dataclasses.replace(made[0], run=lambda *xs: [y * 2 for y in made[0].run(*xs)])
+
+    monkeypatch.setattr(Twin, "_compiled", wrong)
+    torch.manual_seed(0)
+    model, x = bad_net()
+    want = train_critic(model, model, x, 1)
+    step = compiled(model)
+    assert max(errors(train_critic(step, model, x), want).values()) < 0.25
+    assert len(made) > 1
+    assert "not observed" not in caplog.text
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        functools.partial(torch.device, "meta"),
+        functools.partial(default_dtype, torch.float64),
+        functools.partial(default_dtype, torch.bfloat16),
+        torch.autograd.detect_anomaly,
+    ],
+    ids=["device", "float64", "bfloat16", "anomaly"],
+)
+def test_what_a_user_makes_the_default_is_nothing_to_a_look(state, caplog):
+    torch.manual_seed(0)
+    model, x = bad_net()
+    want = train_critic(model, model, x, 1)
+    step = compiled(model)
+    with state():
+        got = train_critic(step, model, x)
+    assert max(errors(got, want).values()) < 0.25
+    assert "not observed" not in caplog.text
