@@ -425,6 +425,8 @@ class _Graph:
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good."""
+        if self.known.as_stock:
+            return compile_fx(self.gm, self.example_inputs, self.inner_compile, self.patches)
         run = self.compile(config, profile)
         return Budgeted(run, self.budget) if self.budget and self._compiles_again else run
 
@@ -458,7 +460,7 @@ def _accepted(
     clock = monitor.clock(graph.path, graph.devices)
     differs = graph.changes_by(config, profile) if clock else None
     watch = graph.looked_at(config, profile, gauge)
-    if not graph.changed:
+    if not (graph.changed or graph.known.stored):
         return watch.usual
     graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)

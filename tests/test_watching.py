@@ -12,6 +12,8 @@ from samples_looks import bad_net, compiled, errors, gradients, run_step, train_
 from torch import nn
 
 import hot_compile
+from hot_compile.backend import _Graph
+from hot_compile.inspect import run_uncompiled
 from hot_compile.observing import acceptance, eager
 from hot_compile.observing.eager import Eager
 from hot_compile.observing.watching import Twin
@@ -46,6 +48,46 @@ def test_what_does_not_run_operator_by_operator_is_compared_with_compiled_code(m
     want = train_critic(model, model, x, 1)
     assert max(errors(train_critic(compiled(model), model, x), want).values()) < 0.25
     assert "not observed" not in caplog.text
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * grad_output
+
+
+def test_what_stays_wrong_is_compiled_as_stock_compiles_it(monkeypatch, caplog):
+    """However exact a graph of ours is: what of it is wrong nobody knows."""
+    own = _Graph.compile
+
+    def wrong(self, config, profile=None, observation=None):
+        run = own(self, config, profile, observation)
+        if observation is not None or self.inner_compile is not run_uncompiled or not self.done:
+            return run
+        return lambda *args: [Tripled.apply(y) if y.requires_grad else y for y in run(*args)]
+
+    monkeypatch.setattr(_Graph, "compile", wrong)
+    torch.manual_seed(0)
+    model, x = mlp(64, 8), torch.randn(256, 64)
+
+    def train(f, steps):
+        for _ in range(steps):
+            model.zero_grad()
+            f(x).square().mean().backward()
+        return gradients(model)
+
+    want = train(model, 1)
+    step = compiled(model)
+    assert max(errors(train(step, 1), want).values()) > 1.9
+    assert max(errors(train(step, 16), want).values()) < 1e-5
+    assert caplog.text.count("as stock Inductor compiles it") == 1
+    assert not hot_compile.certificate(step).off
+    torch._dynamo.reset()
+    assert max(errors(train(compiled(model), 1), want).values()) < 1e-5, "the next run knows"
 
 
 def test_a_step_inside_the_graph():

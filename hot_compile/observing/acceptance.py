@@ -26,7 +26,7 @@ from hot_compile.again import called_in, only_once
 from hot_compile.config import HotConfig
 from hot_compile.figures import graph_facts
 from hot_compile.observing.auto import step_being_compiled
-from hot_compile.observing.monitor import KEPT_AS, Monitor, Qualities
+from hot_compile.observing.monitor import AS_STOCK, KEPT_AS, Monitor, Qualities
 from hot_compile.observing.raising import Stored, bits_by_tensor
 from hot_compile.observing.step_clock import StepClock, clock_of
 from hot_compile.passes.base.files import write_whole
@@ -71,6 +71,11 @@ class Findings:
 
     def __bool__(self) -> bool:
         return bool(self.demoted or self.raised or self.stored or self.step or self.lighter)
+
+    @property
+    def as_stock(self) -> bool:
+        """The graph is to be compiled as stock compiles it."""
+        return any(why.startswith(AS_STOCK) for why in self.stored.values())
 
     @property
     def summary(self) -> str:

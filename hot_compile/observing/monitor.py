@@ -61,6 +61,8 @@ _FINER: Mapping[str, Mapping[str, Any]] = {
 """Rungs towards an exact graph: what is said of it, and the options that they change. With the last
 one all layers are exact, too."""
 _LAST = "stores activations exactly"
+AS_STOCK = "is compiled as stock Inductor compiles it"
+"""Behind the last rung: what is wrong is none of what is known to round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Monitor:
         """The configuration for the graph of these parameters, after what was found so far."""
         layers = {layer_of(name) for name in names if name}
         for name in self.stored.keys() & layers:
-            rung = _FINER[self.stored[name].split(":")[0]]
+            rung = _FINER.get(self.stored[name].split(":")[0], _FINER[_LAST])
             config = dataclasses.replace(config, **rung)
         exact = tuple((name, strategy_in(why)) for name, why in self.demoted.items())
         bits = (*config.memory_override, *bits_by_tensor(self.raised))
@@ -206,7 +208,7 @@ class Monitor:
 
     def faults(self, found: Qualities, gauge: Gauge) -> dict[str, str]:
         """What left the budget: layers by their own strategy, parameters by the whole error."""
-        if self.budget is None or self._exact(gauge):
+        if self.budget is None or self._stands(gauge, AS_STOCK if self.sums else _LAST):
             return {}
         own = {name: exact_products(off, None) for name, off in self._own(found, 1.0).items()}
         whole = {name: t.fault(self.budget) for name, t in gauge.judged.items()}
@@ -289,7 +291,8 @@ class Monitor:
             _warn("stays exact", heads)
             return True
         changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
-        rung, room = next(changes, _LAST), gauge.room()
+        last = AS_STOCK if self._stands(gauge, _LAST) else _LAST
+        rung, room = next(changes, last), gauge.room()
         if rung != _FORWARD and gauge.exact_more > room:
             _too_little(f"no graph that {rung}", room)
             return False
@@ -299,9 +302,9 @@ class Monitor:
         log.warning("hot: a graph %s from now on: %s", rung, why)
         return True
 
-    def _exact(self, gauge: Gauge) -> bool:
-        """All of a graph is exact by now."""
-        return any(self.stored.get(name, "").startswith(_LAST) for name in gauge.names)
+    def _stands(self, gauge: Gauge, rung: str) -> bool:
+        """A graph is on this rung by now."""
+        return any(self.stored.get(name, "").startswith(rung) for name in gauge.names)
 
     def watches(self, key: object, graph: Watched) -> Watched:
         """A graph was compiled: ``graph``, which is returned, is what runs from now on."""
