@@ -113,6 +113,11 @@ class Emitter:
         upper = self.cast(self(aten.bitwise_right_shift.Tensor_Scalar, bits, 16), torch.int16)
         return self(aten.view.dtype, upper, torch.bfloat16)
 
+    def numbers(self, length: int | fx.Node, device: torch.device) -> fx.Node:
+        """0, 1, 2 ... as int64, in a form that Inductor lowers."""
+        kind = {"dtype": torch.int64, "device": device, "requires_grad": False}
+        return self(prims.iota.default, length, start=0, step=1, **kind)
+
     def constant(self, value: float, like: fx.Node) -> fx.Node:
         """``value`` as a tensor without dimensions, of the dtype and on the device of ``like``."""
         fake = like.meta["val"]

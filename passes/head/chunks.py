@@ -296,7 +296,7 @@ class Writer:
             node = emit(aten.full.default, left, True, dtype=torch.bool, **kind)
         else:
             count = functools.reduce(lambda a, b: emit(operator.mul, a, b), left)
-            node = emit(aten.arange.default, count, dtype=torch.int64, **kind)
+            node = emit.numbers(count, kind["device"])
         return _widened(emit, emit(aten.reshape.default, node, [-1, 1]), window)
 
 

@@ -66,7 +66,7 @@ def find_heads(graph: fx.Graph, least: int = 0) -> Iterator[Head | Refused]:
     """
     gradients = made_of_tangents(graph)
     done: set[fx.Node] = set()
-    for product in list(_candidates(graph, gradients, least)) if gradients else ():
+    for product in list(candidates(graph, gradients, least)):
         if product.users and product not in done:
             found = _found(product, module_path(product) or product.name)
             done |= set(found.chunks.at.products) if isinstance(found, Head) else {product}
@@ -86,8 +86,9 @@ def _found(product: fx.Node, name: str) -> Head | Refused:
     return Head(name, product, chunks, softmax)
 
 
-def _candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterator[fx.Node]:
-    for node in graph.nodes:
+def candidates(graph: fx.Graph, gradients: set[fx.Node], least: int) -> Iterator[fx.Node]:
+    """Products of ``least`` bytes or more that look like a head's."""
+    for node in graph.nodes if gradients else ():
         if node.target not in MATRIX_PRODUCTS or node in gradients:
             continue
         if bytes_of(node.meta["val"]) >= least and _is_read_by_rows(node, gradients):

@@ -13,6 +13,7 @@ from hot_compile.passes.cost.linear import Pricing
 from hot_compile.passes.head.chunks import write_chunks
 from hot_compile.passes.head.find import Head, find_heads
 from hot_compile.passes.head.fused import write_softmax
+from hot_compile.passes.head.picks import pick_rows_first
 from hot_compile.passes.head.plan import FORWARD, OFF, HeadDecision, plan_head
 
 log = logging.getLogger("hot_compile")
@@ -32,6 +33,8 @@ def chunk_heads(
         observed: all is to be exact, whatever the options say.
     """
     decisions = []
+    if config.head != "off" and config.keep_head:
+        pick_rows_first(graph, config.head_min_bytes)
     for found in find_heads(graph, config.head_min_bytes):
         decision = plan_head(found, config, pricing)
         if observed:

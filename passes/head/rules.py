@@ -273,6 +273,17 @@ def _scatter(at: Following, node: fx.Node, place: Place | None) -> Fact:
     return Fact(at.emit(node.target, base, 1, picked, source, **node.kwargs), place)
 
 
+def _index(at: Following, node: fx.Node, place: Place | None) -> Fact:
+    """Rows of another tensor; those of logits have been picked before the product, if they can."""
+    source, indices = args_of(node)
+    if place is None or place.axis != 1 or len(indices) != 1 or rank_of(source) != 2:
+        raise NotUnderstood("rows of the logits are picked by an index")
+    lead = without(place.shape, 1, drop=True)
+    numbers = at.leaf("rows", indices[0], Place(lead, None, place.window))
+    numbers = at.emit(aten.select.int, numbers, 1, 0)
+    return Fact(at.emit(aten.index.Tensor, at.leaf("all rows", source, place), [numbers]), place)
+
+
 def _window(at: Following, node: fx.Node) -> Any:
     """Which rows the operands with facts have."""
     found = {at.facts[n].place.window for n in node.all_input_nodes if n in at.facts}
@@ -294,6 +305,7 @@ RULES: dict[Any, Rule] = {
     operator.getitem: _item,
     aten.gather.default: _gather,
     **dict.fromkeys((aten.scatter.value, aten.scatter.src, aten.scatter_add.default), _scatter),
+    aten.index.Tensor: _index,
     **dict.fromkeys((aten.slice.Tensor, aten.select.int), taken),
     **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default), put),
     aten.constant_pad_nd.default: pad,

@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.site import hint
@@ -54,7 +55,7 @@ def as_arguments(emit: Emitter, sizes: Iterable[Size]) -> list[int | fx.Node]:
     """``sizes`` for an operator: what is symbolic is worked out of the graph's inputs.
 
     Raises:
-        ValueError: a size is more than sums and products of their sizes.
+        ValueError: a size is more than sums, products and quotients of their sizes.
     """
     known = emit.known
     return [_node(emit, known(s.expr)) if isinstance(s, Symbolic) else s for s in sizes]
@@ -65,9 +66,12 @@ def _node(emit: Emitter, expr: sympy.Expr) -> int | fx.Node:
         return int(expr)
     if expr.is_Symbol:
         return emit.symbol(expr)
-    if not (expr.is_Add or expr.is_Mul):
-        raise ValueError(f"got the size {expr}; only sums and products can be written")
+    divided = isinstance(expr, FloorDiv)
+    if not (expr.is_Add or expr.is_Mul or divided):
+        raise ValueError(f"got the size {expr}; only sums, products and quotients can be written")
     parts = [_node(emit, part) for part in expr.args]
+    if divided:
+        return emit(operator.floordiv, *parts)
     return functools.reduce(
         functools.partial(emit, operator.add if expr.is_Add else operator.mul), parts
     )
