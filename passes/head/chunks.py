@@ -16,7 +16,14 @@ from torch import fx
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, closure, made_of_tangents, untranspose, walk
 from hot_compile.passes.head.facts import Fact, Leaf, Reader, ancestors
-from hot_compile.passes.head.operands import NotUnderstood, Window, args_of, is_one, numel
+from hot_compile.passes.head.operands import (
+    NotUnderstood,
+    Window,
+    args_of,
+    is_one,
+    is_tensor,
+    numel,
+)
 from hot_compile.passes.head.proportional import ScalarTangent
 from hot_compile.passes.head.rules import follow
 from hot_compile.passes.head.sizes import as_arguments, minus, size_of
@@ -273,7 +280,9 @@ class Writer:
             node = self._rows_in(leaf)
         else:
             node = self._known(leaf.node)
-            if leaf.kind == "all rows":
+            if not is_tensor(node):
+                node = self._size(node)
+            elif leaf.kind == "all rows":
                 node = emit(aten.reshape.default, node, [-1, place.width])
             elif leaf.kind == "shared" and place.shape:
                 node = emit(aten.reshape.default, node, [1, -1])
@@ -286,6 +295,13 @@ class Writer:
                 node = _widened(emit, node, place.window)
         kind = "shared" if leaf.kind in ("shared", "all rows") else "rows"
         return kind, self._put(kind, node)
+
+    def _size(self, node: fx.Node) -> fx.Node:
+        """A number that is no tensor as one without dimensions, which changes no dtype."""
+        whole = isinstance(node.meta["val"], int | torch.SymInt)
+        kind = {"dtype": torch.int64 if whole else torch.float64, "pin_memory": False}
+        device = self._chunks.at.products[0].meta["val"].device
+        return self._emit(aten.full.default, [], node, device=device, **kind)
 
     def _rows_in(self, leaf: Leaf) -> fx.Node:
         """Which rows lie in a window, or the how manieth of them each row is."""

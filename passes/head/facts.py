@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import aten, closure, walk
@@ -24,6 +23,8 @@ from hot_compile.passes.head.operands import (
     args_of,
     count,
     is_one,
+    is_random,
+    is_tensor,
     numel,
     rank_of,
     without,
@@ -71,9 +72,9 @@ class Leaf:
     """Something of the joint graph that the body reads.
 
     ``kind``: "product" (a wide product, made chunk by chunk); "rows", of which a chunk gets its own
-    (``node`` broadcast to ``place``); "shared", of which each chunk gets all (a number, or
-    columns); "all rows", likewise; "mask" and "number": which rows are in ``place.window``, and the
-    how manieth of them.
+    (``node`` broadcast to ``place``); "shared", of which each chunk gets all (a number, a size
+    or columns); "all rows", likewise; "mask" and "number": which rows are in ``place.window``, and
+    the how manieth of them.
     """
 
     kind: str
@@ -189,7 +190,7 @@ class Following:
         found = self._rules.get(node.target)
         if found is None and is_pointwise(node):
             found = self._pointwise
-        if found is None or torch.Tag.nondeterministic_seeded in _tags(node):
+        if found is None or is_random(node):
             raise NotUnderstood(f"the logits are also read by {_name(node)}")
         return found
 
@@ -223,6 +224,8 @@ class Following:
 
     def operand(self, arg: fx.Node, place: Place) -> Fact:
         """``arg`` as it is broadcast to ``place``, found or pulled into the body."""
+        if not is_tensor(arg):
+            return Fact(self.leaf("shared", arg, Place((), None, ())), place)
         known = self.facts.get(arg)
         padded = (1,) * (len(place.shape) - rank_of(arg)) + sizes(arg)
         if known is not None:
@@ -297,10 +300,6 @@ class Following:
 def ancestors(values: Iterable[fx.Node]) -> set[fx.Node]:
     """``values`` of a body and what they are made of."""
     return walk(values, lambda node: node.all_input_nodes)
-
-
-def _tags(node: fx.Node) -> Any:
-    return getattr(node.target, "tags", ())
 
 
 def is_product(node: fx.Node) -> bool:

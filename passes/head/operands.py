@@ -78,6 +78,16 @@ def signature(node: Any, depth: int = 6) -> str:
     return f"{node.target}({inside})" if not node.kwargs else node.name
 
 
+def is_tensor(node: fx.Node) -> bool:
+    """It is no size."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_random(node: fx.Node) -> bool:
+    """It draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def args_of(node: Any) -> tuple[Any, ...]:
     """A node's arguments, of which rules know what they are."""
     return node.args

@@ -27,6 +27,8 @@ from hot_compile.passes.head.operands import (
     args_of,
     count,
     is_one,
+    is_random,
+    is_tensor,
     is_zero,
     numel,
     rank_of,
@@ -209,8 +211,7 @@ class _Rows:
             return emit(node.target, *bias, self._picked(x, rows), right)
         if _is_of_rows(node):
             return self._picked(source, rows)
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if (is_pointwise(node) and not random) or node.target in CASTS:
+        if (is_pointwise(node) and not is_random(node)) or node.target in CASTS:
             return self._again(node, lambda arg: self._beside(arg, node, rows))
         if node.target in _PICKS and _keeps_columns(node, self._product):
             return self._picked(source, self._inside(node, rows))
@@ -222,6 +223,8 @@ class _Rows:
 
     def _beside(self, arg: fx.Node, node: fx.Node, rows: fx.Node) -> fx.Node:
         """An operand of ``node``, elementwise, of these rows."""
+        if not is_tensor(arg):
+            return arg
         emit, shape, lead = self._emit(arg), sizes(arg), sizes(node)[:-1]
         if not shape or all(map(is_one, shape[:-1])):
             return arg if len(shape) < 3 else self._flat(arg)

@@ -15,6 +15,7 @@ from hot_compile.passes.head.find import Head, find_heads
 from hot_compile.passes.head.fused import write_softmax
 from hot_compile.passes.head.picks import pick_rows_first
 from hot_compile.passes.head.plan import FORWARD, OFF, HeadDecision, plan_head
+from hot_compile.passes.head.stacks import unstack
 
 log = logging.getLogger("hot_compile")
 
@@ -34,6 +35,7 @@ def chunk_heads(
     """
     decisions = []
     if config.head != "off" and config.keep_head:
+        unstack(graph, config.head_min_bytes)
         pick_rows_first(graph, config.head_min_bytes)
     for found in find_heads(graph, config.head_min_bytes):
         decision = plan_head(found, config, pricing)

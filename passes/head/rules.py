@@ -30,6 +30,7 @@ from hot_compile.passes.head.operands import (
     count,
     has_size,
     is_one,
+    is_tensor,
     rank_of,
     same_rows,
     same_size,
@@ -42,7 +43,10 @@ def pointwise(at: Following, node: fx.Node, place: Place | None) -> Fact:
     """Any operator that works element by element."""
     place = place or _broadcast(at, node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: at.operand(arg, place).value)
-    return Fact(at.emit(node.target, *args, **kwargs), place)
+    op: Any = node.target
+    if op._overloadname == "Scalar" and not all(map(is_tensor, node.all_input_nodes)):
+        op = op.overloadpacket.Tensor  # a body has sizes as tensors
+    return Fact(at.emit(op, *args, **kwargs), place)
 
 
 def _broadcast(at: Following, node: fx.Node) -> Place:
@@ -102,15 +106,15 @@ def _reshape(at: Following, node: fx.Node, place: Place | None) -> Fact:
     before, after = sizes(args_of(node)[0]), sizes(node)
     wanted = None
     if place is not None:
-        axis = None if place.axis is None else _moved(after, place.axis, before)
+        axis = None if place.axis is None else moved(after, place.axis, before)
         wanted = Place(before, axis, place.window)
     fact = _first(at, node, wanted)
     own = fact.place
-    axis = None if own.axis is None else _moved(before, own.axis, after)
+    axis = None if own.axis is None else moved(before, own.axis, after)
     return Fact(fact.value, Place(after, axis, own.window))
 
 
-def _moved(before: Any, axis: int, after: Any) -> int:
+def moved(before: Any, axis: int, after: Any) -> int:
     """Where a view puts the columns."""
     lead = count(before[:axis])
     for place, size in enumerate(after):

@@ -153,6 +153,10 @@ def in_parts(logits):
 
 
 TAKEN = {
+    "stacked": (
+        lambda: Head(lambda y: torch.stack([y, 0.5 * y]).log_softmax(-1).square().mean()),
+        [FORWARD],
+    ),
     "sequence by sequence": (lambda: Head(by_sequence), [FORWARD]),
     "chosen and rejected": (lambda: Head(chosen_and_rejected), [BACKWARD]),
     "parts of parts": (lambda: Head(in_parts), [FORWARD]),
@@ -240,10 +244,6 @@ REFUSED = {
     "another layer": (
         lambda: Head(lambda y: ce(y) + y.flatten(0, 1).t().matmul(y.flatten(0, 1)).mean()),
         "read by another product",
-    ),
-    "stacked": (
-        lambda: Head(lambda y: torch.stack([y, 0.5 * y]).log_softmax(-1).square().mean()),
-        "put together|put back|lie otherwise",
     ),
 }
 

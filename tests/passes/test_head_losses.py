@@ -427,3 +427,26 @@ def test_a_loss_without_a_softmax_needs_results_wider_than_a_layers(width):
     body = nn.Sequential(*layers, nn.Linear(9 * WIDTH, WIDTH))
     compiled(lambda x: body(x).square().mean(), reports)(inputs(torch.float32))
     assert not reports.graphs[-1].plan.heads
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Huber",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("focal", "hinge", "regularised")),
+    ],
+)
+def test_a_mean_of_all_logits_may_be_over_sizes_that_change(name):
+    """The gradient is divided by a size that is no tensor."""
+    model, reports = Model(LOSSES[name][0]).double(), Reports()
+    run = compiled(model, reports)
+    for rows, tokens in ((4, 32), (3, 20)):
+        x, given = inputs(rows=rows, tokens=tokens), given_for(rows, tokens)
+        for tensor in (x, given["labels"], given["teacher"], given["mask"]):
+            torch._dynamo.mark_dynamic(tensor, (0, 1))
+        got, want = (outcome(f, model, x, given) for f in (run, model))
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+    (head,) = [head for graph in reports.graphs for head in graph.plan.heads]
+    assert head.chunked, head.reason
+    assert not head.shape[0].isdigit()
