@@ -210,9 +210,9 @@ def test_rows_picked_of_a_layers_results_stay_where_they_are():
     assert not reports.graphs[0].plan.heads
 
 
-def test_a_mask_has_unknown_many_rows_so_its_logits_stay_whole(monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_mask_has_rows_of_unknown_number_so_its_logits_stay_whole():
     """Dynamo breaks the graph there, unless it is told not to."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
 
     def loss(logits, g):
         mask = g["labels"] % 3 != 0
