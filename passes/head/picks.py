@@ -48,9 +48,8 @@ _LINEAR: dict[Any, tuple[int, ...]] = {
     aten.add.Tensor: (0, 1),
     aten.sub.Tensor: (0, 1),
     aten.where.self: (1, 2),
-    aten.div.Tensor: (0,),
-    aten.neg.default: (0,),
-    **dict.fromkeys(CASTS, (0,)),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar), (0,)),
+    **dict.fromkeys((aten.neg.default, *CASTS), (0,)),
 }
 """Linear in these operands together."""
 Terms = dict[fx.Node, fx.Node]
@@ -117,6 +116,11 @@ def _is_of_rows(node: fx.Node) -> bool:
     if node.target not in FLAT - CASTS or rank_of(args_of(node)[0]) < 2:
         return False
     return same_size(shape_of(args_of(node)[0])[-1], shape_of(node)[-1])
+
+
+def _as_many(node: fx.Node, operand: fx.Node) -> bool:
+    """An operand has each of the rows, rather than some for several."""
+    return rank_of(operand) > 1 and count(sizes(operand)[:-1]) == count(sizes(node)[:-1])
 
 
 def _times(emit: Emitter, a: int | fx.Node, b: int | fx.Node) -> int | fx.Node:
@@ -213,6 +217,8 @@ class _Rows:
             return self._picked(source, rows)
         if (is_pointwise(node) and not is_random(node)) or node.target in CASTS:
             return self._again(node, lambda arg: self._beside(arg, node, rows))
+        if node.target is aten.expand.default and _as_many(node, source):
+            return self._spread(node, self._picked(source, rows))
         if node.target in _PICKS and _keeps_columns(node, self._product):
             return self._picked(source, self._inside(node, rows))
         if _is_of_columns(node):
@@ -228,7 +234,7 @@ class _Rows:
         emit, shape, lead = self._emit(arg), sizes(arg), sizes(node)[:-1]
         if not shape or all(map(is_one, shape[:-1])):
             return arg if len(shape) < 3 else self._flat(arg)
-        if count(shape[:-1]) != count(lead):
+        if count(shape[:-1]) != count(lead):  # some for several rows
             arg = emit(aten.expand.default, arg, as_arguments(emit, (*lead, shape[-1])))
         return self._picked(arg, rows)
 
@@ -241,7 +247,8 @@ class _Rows:
             NotUnderstood: it is not linear in the gradient.
         """
         pick, place = _PUTS.get(node.target, (None, 0))
-        if pick and _keeps_columns(node, self._product) and is_zero(args_of(node)[0]):
+        added = node.target is not aten.index_put.default or args_of(node)[3:] == (True,)
+        if pick and added and is_zero(args_of(node)[0]) and _keeps_columns(node, self._product):
             value = args_of(node)[place]
             inner = self._pushed.get(value, {})
             self._pushed[node] = {self._inside(node, rows): g for rows, g in inner.items()}
@@ -261,14 +268,18 @@ class _Rows:
         pushed, first = self._pushed, args_of(node)[0]
         given = [n for n, arg in enumerate(node.args) if arg in pushed]
         together = [n for n in _LINEAR.get(node.target, ()) if not is_zero(args_of(node)[n])]
-        if given == together or (node.target is aten.mul.Tensor and len(given) == 1):
+        alike = all(_as_many(node, args_of(node)[n]) for n in given)
+        single = node.target is aten.mul.Tensor and len(given) == 1
+        if alike and (given == together or single):
             every = dict.fromkeys(rows for n in given for rows in pushed[args_of(node)[n]])
             term = functools.partial(self._term, node=node)
             return {rows: self._again(node, functools.partial(term, rows=rows)) for rows in every}
         if _is_of_rows(node):
             return pushed[first]
         if node.target is aten.sum.dim_IntList and _is_of_columns(node):
-            return {rows: self._of(node, g) for rows, g in pushed[first].items()}
+            return {rows: self._sum(node, g, 1) for rows, g in pushed[first].items()}
+        if node.target is aten.expand.default and _as_many(node, first):
+            return {rows: self._spread(node, g) for rows, g in pushed[first].items()}
         return None
 
     def _term(self, arg: fx.Node, node: fx.Node, rows: fx.Node) -> Any:
@@ -277,8 +288,13 @@ class _Rows:
             return self._pushed[arg].get(rows, 0)
         return self._beside(arg, node, rows)
 
-    def _of(self, node: fx.Node, g: fx.Node) -> fx.Node:
-        return self._emit(node)(node.target, g, *args_of(node)[1:], **node.kwargs)
+    def _sum(self, node: fx.Node, g: fx.Node, over: int) -> fx.Node:
+        return self._emit(node)(node.target, g, [over], *args_of(node)[2:], **node.kwargs)
+
+    def _spread(self, node: fx.Node, one: fx.Node) -> fx.Node:
+        """One number a row, for all columns."""
+        emit = self._emit(node)
+        return emit(aten.expand.default, one, [-1, *as_arguments(emit, sizes(node)[-1:])])
 
     def _read(self, node: fx.Node) -> None:
         """A product, or a sum over rows, of each term."""
@@ -286,9 +302,13 @@ class _Rows:
             a, b = args_of(node)
             terms = self._pushed.get(untranspose(a)[0]) or self._pushed[b]
             found = [self._product_of(node, rows, g) for rows, g in terms.items()]
-        elif node.target is aten.sum.dim_IntList and args_of(node)[1] == [0]:
+        elif (
+            node.target is aten.sum.dim_IntList
+            and args_of(node)[1] == [0]
+            and rank_of(args_of(node)[0]) == 2
+        ):
             terms = self._pushed[args_of(node)[0]]
-            found = [self._of(node, g) for g in terms.values()]
+            found = [self._sum(node, g, 0) for g in terms.values()]
         else:
             raise NotUnderstood("what is zero but at some rows is read as a whole")
         self._swaps[node] = functools.reduce(

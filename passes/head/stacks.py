@@ -151,9 +151,11 @@ class _Stacks:
 
     def _pointwise(self, emit: Emitter, node: fx.Node, dim: int) -> None:
         rank, made = rank_of(node), []
-        if any(self._dim(node, n) != dim for n in node.all_input_nodes if n in self._parts):
+        length = shape_of(node)[dim]
+        stacked = [n for n in node.all_input_nodes if n in self._parts]
+        if not isinstance(length, int) or any(self._dim(node, n) != dim for n in stacked):
             return
-        for number in range(hint(shape_of(node)[dim])):
+        for number in range(length):
             at = functools.partial(self._at, emit, rank=rank, dim=dim, number=number)
             args, kwargs = fx.map_arg((node.args, node.kwargs), at)
             made.append(emit(node.target, *args, **kwargs))

@@ -77,6 +77,11 @@ def normalised_first(logits, g):
     return both.flatten(0, 1)[g["rows"]].sum() / len(g["rows"])
 
 
+def standardised_first(logits, g):
+    logits = (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)
+    return labelled(logits * g["weights"][:, :1, None], g)
+
+
 def in_pairs(logits, g):
     """Two lists of rows with some in common."""
     logits, labels = logits.flatten(0, 1), g["labels"].flatten()
@@ -104,6 +109,7 @@ PICKED = {
     "distilled from a head": (distilled, {"teacher": True}, [FORWARD]),
     "normalised first": (normalised_first, {}, [FORWARD]),
     "normalised first, from a head": (normalised_first, {"teacher": True}, [FORWARD]),
+    "standardised first": (standardised_first, {}, [FORWARD]),
     "in pairs": (in_pairs, {}, ["logits twice"] * 2),
     "classes": (classes, {}, [FORWARD]),
 }
