@@ -68,7 +68,7 @@ def looks_stay_below_a_gpus_peak(make: Callable[[str], Made], dtype: torch.dtype
             assert len(found.looks) == 2
             assert found.errors.worst < 0.2
         del model, step, forward, loss
-    assert peaks["auto"] < 1.02 * peaks["off"]
+    assert peaks["auto"] < 1.02 * peaks["off"], peaks
 
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "auto"}

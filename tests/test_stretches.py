@@ -151,6 +151,29 @@ def test_less_memory_finds_the_same(looks):
     assert max(errors) - min(errors) < 1e-5
 
 
+def test_less_memory_finds_the_same_inside_autocast(looks):
+    """As accelerate and Hugging Face's trainer write it: the graph itself enters the mode."""
+    model = Language(50, layers=4)
+    x, errors = tokens(50, shape=(8, 128)), []
+
+    def loss(tokens, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens, labels)
+
+    for share in (None, 0.6):
+        looks.risen = share and int(share * looks[0])
+        torch._dynamo.reset()
+        model.zero_grad()
+        step = compiled(loss, gx_bits=8)
+        step(x, x).backward()
+        found = hot_compile.certificate(step)
+        assert not found.unseen
+        errors.append(found.errors.worst)
+    assert looks[-1] < 0.65 * looks[0]  # a CPU's products of halves take some for themselves
+    assert max(errors) - min(errors) < 1e-3
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("spare", [0, 60 * 2**20])
 def test_a_look_stops_where_it_does_not_fit(looks, spare):
     """In the middle is an activation of 16 MiB, which takes thrice that; what is behind counts.
@@ -354,9 +377,9 @@ def test_modes_and_changes_in_place_are_not_cut_in_two():
     assert can_be_cut(Sizes(gm))
     given = [w if n.meta["example_value"].requires_grad else x for n in inputs_of(gm)]
     places, found = walked(gm, given)
-    assert 3 <= len(places) < len(Sizes(gm).nodes) - 8
-    (got,) = found.values()
-    assert torch.equal(got, sketch(want))
+    assert 5 <= len(places) < len(Sizes(gm).nodes) - 5
+    (got,) = found.values()  # two casts of w, where one stretch has one: half their gradients' sum
+    torch.testing.assert_close(got, sketch(want), rtol=1e-2, atol=1e-2)
     assert not torch.is_autocast_enabled("cpu")
 
 

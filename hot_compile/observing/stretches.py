@@ -85,7 +85,18 @@ class Sizes:
 
     def crossing(self, place: int) -> list[fx.Node]:
         """Nodes in front of a place that are read from there on."""
-        return [n for n in self.nodes[:place] if self.last_read(n) >= place]
+        front = (n for n in self.nodes[:place] if not enters_autocast(n))
+        return [n for n in front if self.last_read(n) >= place]
+
+    def autocasts(self, node: fx.Node) -> list[fx.Node]:
+        """Those that are entered in front of a node, and not left there, outermost first."""
+        entered: dict[fx.Node, None] = {}
+        for before in self.nodes[: self.places[node]]:
+            if enters_autocast(before):
+                entered[before] = None
+            elif leaves_autocast(before):
+                entered.pop(before.args[0])  # type: ignore[arg-type]
+        return list(entered)
 
     def last_read(self, node: fx.Node) -> int:
         """The place of the last node that reads it; -1: none does."""
@@ -112,10 +123,7 @@ class Sizes:
 
 
 def can_be_cut(sizes: Sizes) -> bool:
-    """Nothing is changed in place that was there before the graph, and is read elsewhere in it; nor
-    are there transforms of functions (``torch.func``), whose begin and end belong together."""
-    if any(map(_is_wrapped, sizes.nodes)):
-        return False
+    """Nothing is changed in place that was there before the graph, and is read elsewhere in it."""
     changed = [n for n in map(_changes, sizes.nodes) if n is not None]
     owners = {sizes.owners.get(n) for n in changed}
     given = [n for n in owners if n is not None and not n.op.startswith("call_")]
@@ -144,7 +152,8 @@ def find_head(sizes: Sizes, least: int) -> Head | None:
         if not large or node.target not in PRODUCTS or logits is None or x is None:
             continue
         nodes = sizes.nodes[place:]
-        if node in sizes.together or any(map(draws_numbers, nodes)):
+        whole = node in sizes.together or sizes.autocasts(node)
+        if whole or any(map(draws_numbers, nodes)):
             return None
         rows, (outputs, inputs) = _elements(node), map(hint, (logits.shape[-1], x.shape[-1]))
         rows, size = rows // outputs, logits.dtype.itemsize
@@ -222,6 +231,16 @@ def _region(node: fx.Node) -> fx.GraphModule | None:
     return region if given else None
 
 
+def enters_autocast(node: fx.Node) -> bool:
+    """It is the begin of ``with torch.autocast``; its value is what ends it."""
+    return "_enter_autocast" in _name(node)
+
+
+def leaves_autocast(node: fx.Node) -> bool:
+    """It is the end of the one that it reads."""
+    return "_exit_autocast" in _name(node)
+
+
 def part(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
     """Some nodes of a graph as one of its own: from what they read to what is read of them."""
     graph, same = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -237,25 +256,27 @@ def part(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
 def needed(stretch: Sequence[fx.Node]) -> list[fx.Node]:
     """What a stretch reads of others."""
     own = set(stretch)
-    return list(dict.fromkeys(n for s in stretch for n in s.all_input_nodes if n not in own))
+    read = dict.fromkeys(n for s in stretch for n in s.all_input_nodes if n not in own)
+    return [n for n in read if not enters_autocast(n)]
 
 
 def given(stretch: Sequence[fx.Node]) -> list[fx.Node]:
     """What later stretches, or the caller, read of this one."""
     own = set(stretch)
-    return [n for n in stretch if any(user not in own for user in n.users)]
+    read = (n for n in stretch if any(user not in own for user in n.users))
+    return [n for n in read if not enters_autocast(n)]
 
 
 def _together(sizes: Sizes) -> set[fx.Node]:
-    """In front of these there is no cut: a mode is switched, or what is read is to be changed."""
+    """In front of these there is no cut: where ``torch.func`` transforms something, where gradients
+    are off, or what is read is to be changed."""
     places = sizes.places
     found, open_modes, off = set(), 0, False
     for place, node in enumerate(sizes.nodes):
         if open_modes or off:
             found.add(node)
         name = _name(node)
-        open_modes += ("_enter_autocast" in name) + ("increment_nesting" in name)
-        open_modes -= ("_exit_autocast" in name) + ("decrement_nesting" in name)
+        open_modes += ("increment_nesting" in name) - ("decrement_nesting" in name)
         off = not node.args[0] if "grad_enabled" in name else off
         if isinstance(node.meta.get("example_value"), (tuple, list)):
             found.update(sizes.nodes[place + 1 : sizes.last_read(node) + 1])
@@ -284,11 +305,6 @@ def _value(node: fx.Node) -> Tensor | None:
     while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
         value = get_unwrapped(value)
     return value if isinstance(value, Tensor) else None
-
-
-def _is_wrapped(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
 def _memory(value: Tensor) -> int:

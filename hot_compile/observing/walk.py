@@ -20,7 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hot_compile.again import Again, RandomState, cuda_devices, differentiable, fresh, sampled
 from hot_compile.observing.draws import Draws, Mark
-from hot_compile.observing.stretches import Head, Sizes, given, last_reads, needed
+from hot_compile.observing.stretches import (
+    Head,
+    Sizes,
+    enters_autocast,
+    given,
+    last_reads,
+    leaves_autocast,
+    needed,
+)
 from hot_compile.passes.base.operators import BATCHED_PRODUCTS, MATRIX_PRODUCTS
 from hot_compile.passes.measure.sketch import sketch
 
@@ -125,6 +133,34 @@ class _Asking(TorchDispatchMode):
         kwargs = kwargs or {}
         self._room.before(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+class _Autocasts:
+    """Runs a stretch's nodes; whatever ``torch.autocast`` they enter is left with the stretch."""
+
+    def __init__(self, interpreter: fx.Interpreter) -> None:
+        self._interpreter = interpreter
+        self._entered: dict[fx.Node, Any] = {}
+
+    def __enter__(self) -> _Autocasts:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._entered.values()):
+            mode.__exit__(*error)
+
+    def enter(self, node: fx.Node) -> None:
+        """Once more, what was entered in front of the stretch."""
+        self._interpreter.env[node] = self.run(node)
+
+    def run(self, node: fx.Node) -> Any:
+        """What the node makes."""
+        made = self._interpreter.run_node(node)
+        if enters_autocast(node):
+            self._entered[node] = made
+        elif leaves_autocast(node):
+            self._entered.pop(node.args[0])  # type: ignore[call-overload]
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,14 +370,17 @@ class Walk:
         interpreter, sizes, room = fx.Interpreter(self._graph.gm), self._graph.sizes, self._room
         interpreter.env = dict(values)
         last = last_reads(stretch, kept)
-        for node in stretch:
-            room.ask(sizes.made.get(node, 0))
-            made = interpreter.env[node] = interpreter.run_node(node)
-            if room and differentiable(made):
-                made.register_hook(functools.partial(_ask, room, sizes.backward(node)))
-            del made
-            for read in last.get(node, ()):
-                self._sample(read, interpreter.env.pop(read))
+        with _Autocasts(interpreter) as autocasts:
+            for node in sizes.autocasts(stretch[0]):
+                autocasts.enter(node)
+            for node in stretch:
+                room.ask(sizes.made.get(node, 0))
+                made = interpreter.env[node] = autocasts.run(node)
+                if room and differentiable(made):
+                    made.register_hook(functools.partial(_ask, room, sizes.backward(node)))
+                del made
+                for read in last.get(node, ()):
+                    self._sample(read, interpreter.env.pop(read, None))
         return {n: interpreter.env[n] for n in kept if n in interpreter.env}
 
     def _sample(self, node: fx.Node, value: Any) -> None:
