@@ -172,6 +172,8 @@ class HotConfig:
     forward: str = "exact"
     """"int8": layers' forward products on INT8 wherever that is predicted faster (docs/forward.md);
     gradients pass straight through the rounding. "exact": as Inductor does them."""
+    forward_exact: tuple[str, ...] = ()
+    """Globs on the layer's module path: the forward of these stays exact with "int8", too."""
     forward_budget: float | None = 0.05
     """With a profile: largest error of a layer's output, relative to how far that varies over the
     rows, that an INT8 forward may have; None: whatever was measured."""
@@ -371,6 +373,7 @@ _PARSERS: dict[str, Any] = {
     "lqs_rechecks": parsers.at_least(0),
     "error_budget": parsers.error_budget,
     "forward": parsers.one_of("exact", "int8"),
+    "forward_exact": parsers.globs,
     "forward_budget": parsers.error_budget,
     "accept": parsers.one_of("auto", "free", "remembered", "off"),
     "strict": parsers.one_of(True, False),

@@ -189,7 +189,8 @@ def _copies(joint: Joint) -> int:
 
 def _observe(joint: Joint) -> int:
     assert joint.context.observation is not None
-    observe(joint.graph, joint.sites, joint.context.observation, joint.plan)
+    plan, observation = joint.plan, joint.context.observation
+    observe(joint.graph, joint.sites, observation, plan, plan.forwards)
     observe_gradients(joint.graph, joint.context.inputs.parameters, joint.context.observation)
     return len(joint.sites)
 

@@ -162,6 +162,8 @@ def _forwards(
     for site in sites:
         left = "chosen by override" if config.overridden(site.name) is Strategy.EXACT else None
         left = left or _excluded(site, config)
+        if any(fnmatchcase(site.name, glob) for glob in config.forward_exact):
+            left = left or "in forward_exact"
         args = (site, config, prices[site.device], left, layers.get(site.name))
         decisions.append(choose_forward(*args))
     return tuple(decisions)

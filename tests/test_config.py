@@ -156,6 +156,7 @@ def test_hash_sees_every_field():
         "exact_forms": False,
         "min_gain": 2.0,
         "forward": "int8",
+        "forward_exact": ["a.*"],
         "forward_budget": 0.1,
         "strict": True,
         "accept": "off",

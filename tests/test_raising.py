@@ -20,6 +20,7 @@ from hot_compile.observing.raising import (
     Stored,
     amplification,
     asked_in,
+    costliest,
     exact_products,
     raised_bits,
     strategy_in,
@@ -70,6 +71,15 @@ def blocks():
     model = nn.Sequential(Mlp(), Mlp())
     x, target = torch.randn(4, 64, 128), torch.randn(4, 64, 128)
     return model, lambda run: (run(x) * target).mean()
+
+
+def test_the_worst_forwards_are_left_exact_until_the_rest_is_small_enough():
+    lost = {"a": 1.0, "b": 6.0, "c": 3.0}
+    assert costliest(lost, 1.0) == []
+    assert costliest(lost, 0.4) == ["b"]
+    assert costliest(lost, 0.39) == ["b", "c"]
+    assert costliest(lost, 0.0) == ["b", "c", "a"]
+    assert costliest({}, 0.0) == []
 
 
 class Run:

@@ -56,6 +56,8 @@ class Findings:
     """Layers that are exact, and why."""
     raised: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tensors that are stored in more bits: how many, and why."""
+    forwards: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Layers whose forward is exact, and why."""
     stored: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers whose graph stores nothing compressed, and why."""
     settled: bool = False
@@ -70,7 +72,8 @@ class Findings:
     """What was measured, where they do."""
 
     def __bool__(self) -> bool:
-        return bool(self.demoted or self.raised or self.stored or self.step or self.lighter)
+        repaired = self.demoted or self.raised or self.stored or self.forwards
+        return bool(repaired or self.step or self.lighter)
 
     @property
     def as_stock(self) -> bool:
@@ -80,7 +83,7 @@ class Findings:
     @property
     def summary(self) -> str:
         """What follows from it, in words."""
-        exact = len({*self.demoted, *self.raised, *self.stored})
+        exact = len({*self.demoted, *self.raised, *self.stored, *self.forwards})
         parts = [f"{exact} layers or tensors are more exact"] * bool(exact)
         parts += [f"a step is known to take {self.step}"] * bool(self.step)
         parts += [self.because] * bool(self.lighter)
@@ -99,7 +102,9 @@ class Findings:
         found = cls(**json.loads(text))
         found.step = StepTime(**found.step) if found.step else None  # type: ignore[arg-type]
         list(bits_by_tensor(found.raised))
-        if not all(isinstance(part, dict) for part in (found.demoted, found.stored)):
+        if not all(
+            isinstance(part, dict) for part in (found.demoted, found.stored, found.forwards)
+        ):
             raise TypeError(text)
         HotConfig.from_options(found.lighter)
         return found
@@ -223,7 +228,7 @@ class Acceptance(Monitor):
         if path is None or not changed:
             return changed
         mine = dataclasses.replace(self._known[path], settled=False)
-        names = ("demoted", "raised", "stored")
+        names = ("demoted", "raised", "stored", "forwards")
         for name, old, now in zip(names, before, self._parts(), strict=True):
             new = {key: why for key, why in now.items() if old.get(key) != why}
             setattr(mine, name, {**getattr(mine, name), **new})
@@ -279,12 +284,13 @@ class Acceptance(Monitor):
         return not known
 
     def _parts(self) -> Iterator[dict[str, str]]:
-        yield from (self.demoted, self.raised, self.stored)
+        yield from (self.demoted, self.raised, self.stored, self.forwards)
 
     def _take(self, found: Findings) -> None:
         self.demoted.update(found.demoted)
         self.raised.update(found.raised)
         self.stored.update(found.stored)
+        self.forwards.update(found.forwards)
 
     def _keep(self, path: Path, found: Findings) -> None:
         self._known[path] = found

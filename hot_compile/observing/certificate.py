@@ -158,7 +158,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         off={name: why for name, why in faults.items() if why},
         looks=tuple(monitor.history),
         compiles=monitor.compiles,
-        repaired={**monitor.demoted, **monitor.stored, **monitor.raised},
+        repaired={**monitor.forwards, **monitor.demoted, **monitor.stored, **monitor.raised},
         unseen=_unseen(monitor),
         times=dict(getattr(monitor, "times", {})),
     )

@@ -31,6 +31,7 @@ from hot_compile.passes.measure.linear import (
     compare,
     compare_product,
     exact_grad_weight,
+    forward_loss,
     quantised_grad_input,
     quantised_grad_weight,
 )
@@ -45,8 +46,6 @@ log = logging.getLogger("hot_compile")
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
 _FORWARDS = 8
 """Most forwards of a look: a step may call a graph several times."""
-_OUTPUTS = 0.2
-"""Relative error that outputs may have by an INT8 forward."""
 Differs = Callable[[Sequence[Any], StepTime], bool]
 """(inputs of a graph, how long a step takes) -> whether that changes how it is compiled."""
 _PATIENCE = 64
@@ -105,8 +104,6 @@ class Gauge(Observer):
         """Why there was too little memory for all of the last look; empty if there was enough."""
         self._short = ""
         """As that, of a look that is not read yet."""
-        self.outputs_off = 0.0
-        """Relative error of its outputs, if an INT8 forward makes that too large."""
         self._weights = frozenset(weights)
         self._rotate = rotate
         self._turn = 0
@@ -117,6 +114,7 @@ class Gauge(Observer):
         self._sketches: dict[str, tuple[Tensor, Tensor]] = {}
         self._uncertain: dict[str, Tensor] = {}
         self._told: list[tuple[Fed, dict[str, Tensor]]] = []
+        self._lost: dict[str, list[Tensor]] = {}
 
     def compiled(self, plan: Plan, crossing: Iterable[Crossing], room: Callable[[], float]) -> None:
         """Keep what was done to the graph, and what of the devices' memory steps leave."""
@@ -132,8 +130,11 @@ class Gauge(Observer):
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Measure one layer, unless it is exact anyway."""
-        d = layer.decision
+        d, forward = layer.decision, layer.forward
         self.layers.add(layer.name)
+        if self.wants_stored and forward and x is not None and weight is not None:
+            lost = forward_loss(g, x, weight, forward.rotated)
+            self._lost.setdefault(layer.name, []).append(lost)
         if d is None or d.strategy in _UNTOUCHED:
             return
         place = self._places.setdefault(layer.name, len(self._places))
@@ -181,16 +182,8 @@ class Gauge(Observer):
 
     @property
     def same(self) -> float:
-        """As of an observer; an INT8 forward may be as far off as a gradient."""
-        return SAME if self.config.forward == "exact" else _OUTPUTS
-
-    def differs(self, worst: float) -> None:
-        """As of an observer; an INT8 forward is to blame, if there is one."""
-        if self.config.forward == "exact":
-            super().differs(worst)
-            return
-        self.outputs_off = worst
-        log.warning("hot: an INT8 forward changes what a graph computes by %.2g", worst)
+        """As of an observer; how far an INT8 forward is off gradients show."""
+        return SAME if self.config.forward == "exact" else math.inf
 
     def short(self, why: str) -> None:
         """Say it the first time."""
@@ -210,6 +203,11 @@ class Gauge(Observer):
         return {
             fed.name: Stored(fed.scheme, fed.measures(errors), fed.held) for fed, errors in told
         }
+
+    def read_forwards(self) -> dict[str, float]:
+        """What INT8 forwards did to the loss since the last call, squared, by layer."""
+        lost, self._lost = self._lost, {}
+        return {name: sum(map(float, parts)) for name, parts in lost.items()}
 
     def read(self) -> Qualities | None:
         """What the backwards since the last call showed; what is not finite is left out.
@@ -337,7 +335,7 @@ class Watched:
         if not (self._left and self._monitor.sums) or self.gauge.shortage:
             return False
         self._observed.check_outputs()
-        if self.gauge.outputs_off or versions(args) != self._versions:
+        if versions(args) != self._versions:
             return False
         return any(p.grad is not None for p in parameters_of(args))
 
@@ -354,9 +352,7 @@ class Watched:
         found = gauge.read()
         if found is not None:
             self._left = 0
-        if gauge.outputs_off and not (gauge.repaired or gauge.stuck):
-            self._repair({}, {})
-        elif found:
+        if found:
             self._judge(found)
         elif self._left and gauge.shortage:
             self._left = 0

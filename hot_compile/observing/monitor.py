@@ -30,6 +30,7 @@ from hot_compile.observing.raising import (
     affordable,
     amplification,
     bits_by_tensor,
+    costliest,
     exact_products,
     raised_bits,
     strategy_in,
@@ -133,6 +134,8 @@ class Monitor:
     """Layers whose graph stores its activations more exactly because of them, how, and why."""
     raised: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tensors that are stored in more bits, by their names in a profile: how many, and why."""
+    forwards: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Layers whose forward stays exact though the others' are on INT8, and why."""
 
     sums: ClassVar[bool] = False
     """A look takes a step's backwards together, as far as their gradients are summed."""
@@ -171,8 +174,10 @@ class Monitor:
             config = dataclasses.replace(config, **rung)
         exact = tuple((name, strategy_in(why)) for name, why in self.demoted.items())
         bits = (*config.memory_override, *bits_by_tensor(self.raised))
+        forwards = (*config.forward_exact, *self.forwards)
+        override = (*config.override, *exact)
         return dataclasses.replace(
-            config, override=(*config.override, *exact), memory_override=bits
+            config, override=override, memory_override=bits, forward_exact=forwards
         )
 
     def due(self, forwards: int, settled: bool = False) -> bool:
@@ -226,9 +231,6 @@ class Monitor:
             step, found, stored: as for :meth:`report`; of every layer and tensor.
             gauge: what the looks at the graph showed.
         """
-        if gauge.outputs_off:
-            why = f"outputs off by {gauge.outputs_off:.2g}, at step {step}"
-            return self.budget is not None and self._refine(gauge, why)
         assert self.budget is not None
         whole = gauge.errors
         of = f"whole error of {whole.name} {whole.worst:.3g}, " if whole else ""
@@ -237,13 +239,15 @@ class Monitor:
         times = amplification(products)
         if gauge.attempts < _ATTEMPTS and whole:
             unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
-            parts = 1.0 if unknown else _share(whole.worst, found, stored, times)
+            rounded = self._leave(gauge, why)  # what is left of the whole is not known then
+            parts = _share(whole.worst, found, stored, times)
+            parts = 1.0 if unknown or rounded else parts
             share = parts * 0.5**gauge.attempts
             new = self._demote(step, found, share, times)
             wanted = raised_bits(stored, self.budget * share, self.raised, times)
             raised = self._raise(wanted, stored, why, gauge.room())
-            if wanted or new:
-                return raised or new
+            if wanted or new or rounded:
+                return raised or new or rounded
         return self._refine(gauge, why)
 
     def _own(
@@ -281,6 +285,21 @@ class Monitor:
         _warn("is stored more finely", {name: self.raised[name] for name in new})
         if len(new) < len(wanted):
             _too_little(f"{len(wanted) - len(new)} tensors are not stored more finely", room)
+        return bool(new)
+
+    def _leave(self, gauge: Gauge, why: str) -> bool:
+        """Leave INT8 forwards exact that do most to the loss, until the rest is within the budget
+        if the forward alone is to blame for the whole error.
+
+        Once: what is off then, though the rest of the forward does little to the loss, is off
+        by something else.
+        """
+        assert self.budget is not None
+        lost = {} if gauge.attempts else gauge.read_forwards()
+        kept = [t.limit(self.budget) / t.error for t in gauge.judged.values() if t.error]
+        new = costliest(lost, min([1.0, *kept]) ** 2)
+        self.forwards.update(dict.fromkeys(new, f"exact forward: {why}"))
+        _warn("has an exact forward", {name: self.forwards[name] for name in new})
         return bool(new)
 
     def _refine(self, gauge: Gauge, why: str) -> bool:

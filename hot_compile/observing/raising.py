@@ -131,6 +131,22 @@ def affordable(
     return found
 
 
+def costliest(lost: Mapping[str, float], kept: float) -> list[str]:
+    """The worst of layers, without which a share of at most ``kept`` is left of what all lose.
+
+    Args:
+        lost: squares, which add up as what is independent does.
+    """
+    names, rest = sorted(lost, key=lambda name: lost[name], reverse=True), sum(lost.values())
+    most, found = kept * rest, list[str]()
+    for name in names:
+        if rest <= most:
+            break
+        found.append(name)
+        rest -= lost[name]
+    return found
+
+
 def exact_products(off: Mapping[str, float], before: str | None) -> str:
     """Which products of a layer become exact, and why: the text that a monitor keeps of it.
 

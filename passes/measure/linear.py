@@ -150,6 +150,20 @@ def forward_measures(x: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tenso
     return found
 
 
+def forward_loss(g: Tensor, x: Tensor, weight: Tensor, rotated: bool) -> Tensor:
+    """What an INT8 y does to the loss, to first order: the sum of (y's error * g_y)^2.
+
+    Outputs of all layers are about as far off. Which of them matter g_y tells.
+    """
+    got = int8_product(x, weight, None, None, Form(rotated), torch.float32)
+    transposed, lost = weight.float().t(), []
+    for ours, rows, of_g in zip(
+        _blocks(got), _blocks(x, like=got), _blocks(g, like=got), strict=True
+    ):
+        lost.append(ours.sub_(rows.float() @ transposed).mul_(of_g).norm())
+    return torch.stack(lost).norm().square()
+
+
 def granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """(per-token, per-tensor) relative L2 error of g_y as g_w reads it: HLA rows in INT8.
 

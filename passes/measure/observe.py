@@ -24,6 +24,7 @@ import hot_compile.runtime.ops  # noqa: F401  (defines the namespace this adds a
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, is_tangent, named_inputs, placeholders, returned
 from hot_compile.passes.base.site import ConvNodes, Site, SiteNodes, hint
+from hot_compile.passes.forward.choose import ForwardDecision
 from hot_compile.passes.layers.decision import Decision, batch_problem
 from hot_compile.passes.measure.sketch import sketch
 from hot_compile.passes.measure.stored import Fed
@@ -49,6 +50,8 @@ class Layer:
     """What the plan would do to the layer."""
     site: Site | None = None
     """The layer as matched, for planning it anew."""
+    forward: ForwardDecision | None = None
+    """What the plan would do to its forward, if that is on INT8."""
 
     @property
     def convolves(self) -> bool:
@@ -207,15 +210,18 @@ def observe(
     sites: Sequence[Site],
     observation: Observation,
     plan: Iterable[Decision] = (),
+    forwards: Iterable[ForwardDecision] = (),
 ) -> None:
     """Show the operands of every understood Site's backward to ``observation``, in place."""
     decisions = {decision.site: decision for decision in plan}
+    rounded = {forward.site: forward for forward in forwards if forward.int8}
     observation.planned(tuple(decisions.values()))
     for site in sites:
         if site.nodes is None:
             continue
         weight_is_io = isinstance(site.nodes, SiteNodes) and site.nodes.weight_is_io
-        place = observation.add(_layer(site, decisions.get(site.name)), weight_is_io)
+        layer = _layer(site, decisions.get(site.name), rounded.get(site.name))
+        place = observation.add(layer, weight_is_io)
         before, operands = _operands(site.nodes)
         emit = Emitter(graph, before, before)
         seen = emit(aten.full.default, [], 0, dtype=torch.int32, device=site.device)
@@ -298,7 +304,7 @@ def _operands(nodes: SiteNodes | ConvNodes) -> tuple[fx.Node, tuple[Any, ...]]:
     return first, (nodes.grad_output, weight, x)
 
 
-def _layer(site: Site, decision: Decision | None) -> Layer:
+def _layer(site: Site, decision: Decision | None, forward: ForwardDecision | None) -> Layer:
     grouped = site.conv is None and batch_problem(site) is None
     return Layer(
         name=site.name,
@@ -308,4 +314,5 @@ def _layer(site: Site, decision: Decision | None) -> Layer:
         tokens=math.prod(map(int, site.lead[1:])) if grouped else None,
         decision=decision,
         site=site,
+        forward=forward,
     )

@@ -15,7 +15,7 @@ from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward.product import Form, forward_price, int8_product
 from hot_compile.passes.forward.product import _evened as evened
-from hot_compile.passes.measure.linear import forward_measures
+from hot_compile.passes.measure.linear import forward_loss, forward_measures
 from hot_compile.passes.measure.observe import Layer
 from hot_compile.passes.plan import plan
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile, Measure, Profile
@@ -267,6 +267,16 @@ def test_calibration_measures_outputs_and_files_keep_them():
     for layer in data["layers"].values():
         del layer["forward"]
     assert Profile.from_json({**data, "version": 2}).layers["fc1"].forward == {}
+
+
+def test_what_an_8_bit_forward_does_to_the_loss():
+    """More rows than a block, so that blocks are put together as they lie."""
+    torch.manual_seed(0)
+    x, weight, g = torch.randn(8192, 64), torch.randn(48, 64), torch.randn(8192, 48)
+    y = int8_product(x, weight, None, None, Form(), torch.float32)
+    want = ((y.double() - x.double() @ weight.double().t()) * g).square().sum()
+    assert float(forward_loss(g, x, weight, True)) == pytest.approx(float(want), rel=1e-3)
+    assert float(forward_loss(3 * g, x, weight, True)) == pytest.approx(9 * float(want), rel=1e-3)
 
 
 def test_a_monitor_gives_the_graph_an_exact_forward_with_its_first_rung():
