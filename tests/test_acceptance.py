@@ -150,8 +150,8 @@ def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):
         assert len(looks) == expected
     (file,) = kept.iterdir()
     assert json.loads(file.read_text()) == {
-        "demoted": {}, "raised": {}, "stored": {}, "settled": True, "step": None,
-        "timed": False, "lighter": {}, "because": "",
+        "demoted": {}, "raised": {}, "stored": {}, "forwards": {}, "settled": True,
+        "step": None, "timed": False, "lighter": {}, "because": "",
     }  # fmt: skip
 
 
