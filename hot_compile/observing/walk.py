@@ -159,7 +159,7 @@ class _Autocasts:
         if enters_autocast(node):
             self._entered[node] = made
         elif leaves_autocast(node):
-            self._entered.pop(node.args[0])  # type: ignore[call-overload]
+            self._entered.pop(node.args[0])  # type: ignore[arg-type]
         return made
 
 
