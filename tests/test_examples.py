@@ -35,7 +35,7 @@ def test_every_example_has_a_main(example):
             assert callable(example(path.stem).main)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lora_learns(example, tmp_path, checkpointed):
     """The tiny model on Python's source: node by node, as ``test_minimal`` is lowered."""
     pytest.importorskip("peft")
