@@ -216,7 +216,7 @@ def test_everything_large_crosses_compressed(name):
     [
         pytest.param(lambda: vision("vit_tiny_patch16_224", depth=2), marks=pytest.mark.slow),
         pytest.param(gpt2, marks=pytest.mark.slow),
-        lambda: gpt2(depth=1),
+        pytest.param(lambda: gpt2(depth=1), marks=pytest.mark.slow),
     ],
     ids=["vit", "gpt2_conv1d", "gpt2_conv1d of one block"],
 )

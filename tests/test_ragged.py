@@ -143,7 +143,7 @@ FORMS = {
     "weighed": (Weighed, weighed),
     "checkpointed": (Checkpointed, padded),
 }
-QUICK = {("packed", None), ("padded", True)}
+QUICK = {("padded", True)}
 
 
 def compiles(backend, model, batches, dynamic):

@@ -257,6 +257,7 @@ def test_what_would_come_out_the_same_is_not_compiled_again(kept, monkeypatch, c
     assert asked == []
 
 
+@pytest.mark.slow
 def test_what_is_as_predicted_changes_nothing(kept, monkeypatch):
     step, graphs = train(BUSY, monkeypatch, FIRST + 16)
     assert len(graphs) == 1
@@ -264,6 +265,7 @@ def test_what_is_as_predicted_changes_nothing(kept, monkeypatch):
     assert all(Findings.load(file).step is None for file in kept.iterdir())
 
 
+@pytest.mark.slow
 def test_a_graph_is_timed_once_however_often_it_is_compiled(kept, monkeypatch):
     """DDP's pieces share their code: when one is compiled again, all are."""
     step, graphs = train(BUSY, monkeypatch, FIRST + 16)
