@@ -39,7 +39,7 @@ class Again:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
         ]
-        self._versions = _versions(self.args)
+        self._versions = versions(self.args)
 
     def sample(self, outputs: Sequence[Any]) -> None:
         """After the forward: know its outputs again."""
@@ -50,7 +50,7 @@ class Again:
         """An input was changed, or its memory given back, since the beginning."""
         tensors = [a for a in self.args if isinstance(a, Tensor)]
         gone = any(t.untyped_storage().nbytes() == 0 and t.numel() for t in tensors)
-        return gone or _versions(self.args) != self._versions
+        return gone or versions(self.args) != self._versions
 
     def put_back(self) -> None:
         """Give inputs that the forward changed, and the random state, as they were."""
@@ -256,7 +256,8 @@ def _copied(value: Any) -> Any:
     return fresh(value.clone()) if isinstance(value, Tensor) else value
 
 
-def _versions(values: Sequence[Any]) -> list[int]:
+def versions(values: Sequence[Any]) -> list[int]:
+    """Of the tensors among them; one changes when its tensor is changed in place."""
     return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]
 
 

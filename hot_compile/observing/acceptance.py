@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,8 @@ _AWAITED = 4
 """For so many forwards, from a look on, it is asked what other processes of the job found."""
 _HARMLESS = frozenset({"accept", "dump", "monitor", "strict"})
 """Options that change nothing that looks find."""
+_REPAIRS = "demoted", "raised", "stored", "forwards"
+"""What a monitor changes, by name: what of, and why."""
 
 
 @dataclasses.dataclass
@@ -72,8 +74,12 @@ class Findings:
     """What was measured, where they do."""
 
     def __bool__(self) -> bool:
-        repaired = self.demoted or self.raised or self.stored or self.forwards
-        return bool(repaired or self.step or self.lighter)
+        return any(self.repairs) or bool(self.step or self.lighter)
+
+    @property
+    def repairs(self) -> list[dict[str, str]]:
+        """Those of its parts that a monitor has, too."""
+        return [getattr(self, name) for name in _REPAIRS]
 
     @property
     def as_stock(self) -> bool:
@@ -83,7 +89,7 @@ class Findings:
     @property
     def summary(self) -> str:
         """What follows from it, in words."""
-        exact = len({*self.demoted, *self.raised, *self.stored, *self.forwards})
+        exact = len(set().union(*self.repairs))
         parts = [f"{exact} layers or tensors are more exact"] * bool(exact)
         parts += [f"a step is known to take {self.step}"] * bool(self.step)
         parts += [self.because] * bool(self.lighter)
@@ -102,9 +108,7 @@ class Findings:
         found = cls(**json.loads(text))
         found.step = StepTime(**found.step) if found.step else None  # type: ignore[arg-type]
         list(bits_by_tensor(found.raised))
-        if not all(
-            isinstance(part, dict) for part in (found.demoted, found.stored, found.forwards)
-        ):
+        if not all(isinstance(part, dict) for part in found.repairs):
             raise TypeError(text)
         HotConfig.from_options(found.lighter)
         return found
@@ -219,7 +223,7 @@ class Acceptance(Monitor):
         self, step: int, found: Qualities, stored: Mapping[str, Stored], gauge: Gauge
     ) -> bool:
         """As a monitor does; the first process of a job decides for all."""
-        before = [dict(part) for part in self._parts()]
+        before = {name: dict(getattr(self, name)) for name in _REPAIRS}
         changed, path, number = (
             super().repair(step, found, stored, gauge),
             gauge.path,
@@ -228,9 +232,8 @@ class Acceptance(Monitor):
         if path is None or not changed:
             return changed
         mine = dataclasses.replace(self._known[path], settled=False)
-        names = ("demoted", "raised", "stored", "forwards")
-        for name, old, now in zip(names, before, self._parts(), strict=True):
-            new = {key: why for key, why in now.items() if old.get(key) != why}
+        for name, old in before.items():
+            new = {key: why for key, why in getattr(self, name).items() if old.get(key) != why}
             setattr(mine, name, {**getattr(mine, name), **new})
         self._keep(path, _agreed(path, number, mine) or mine)
         return True
@@ -283,14 +286,9 @@ class Acceptance(Monitor):
         known, self._told = text in self._told, self._told | {text}
         return not known
 
-    def _parts(self) -> Iterator[dict[str, str]]:
-        yield from (self.demoted, self.raised, self.stored, self.forwards)
-
     def _take(self, found: Findings) -> None:
-        self.demoted.update(found.demoted)
-        self.raised.update(found.raised)
-        self.stored.update(found.stored)
-        self.forwards.update(found.forwards)
+        for name, part in zip(_REPAIRS, found.repairs, strict=True):
+            getattr(self, name).update(part)
 
     def _keep(self, path: Path, found: Findings) -> None:
         self._known[path] = found

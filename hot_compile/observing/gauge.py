@@ -23,7 +23,7 @@ from hot_compile.observing.forgetting import forget
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
 from hot_compile.observing.step_clock import StepClock
-from hot_compile.observing.steps import Steps, parameters_of, versions
+from hot_compile.observing.steps import Steps
 from hot_compile.observing.watching import Watch
 from hot_compile.passes.layers.decision import Decision
 from hot_compile.passes.measure.conv import exact_conv_gradients, quantised_conv_gradients
@@ -283,8 +283,6 @@ class Watched:
         """The forward at which a look was due that waits for a step to begin; 0: none does."""
         self._left = 0
         """Forwards that are to be watched until there is a backward."""
-        self._versions: list[int] = []
-        """Of the parameters when the look began."""
         self.steps = Steps()
         """Go on where the graph is compiled again."""
 
@@ -313,9 +311,7 @@ class Watched:
             self._due, self._left = 0, _FORWARDS
         watched = self._left > 0 and not gauge.repaired
         self._left -= watched
-        if watched:
-            self._versions = versions(args)
-        elif not (self._left or self._due or gauge.repaired):
+        if not watched and not (self._left or self._due or gauge.repaired):
             self._idle = self._next() - 2  # whether a step begins there shows the forward before
         run = self._observed if watched else self._usual
         passed = run(*args) if self.clock is None else self.clock(run, args, gauge, not watched)
@@ -332,12 +328,8 @@ class Watched:
 
         They may cancel, and their sum is what an optimizer gets.
         """
-        if not (self._left and self._monitor.sums) or self.gauge.shortage:
-            return False
-        self._observed.check_outputs()
-        if versions(args) != self._versions:
-            return False
-        return any(p.grad is not None for p in parameters_of(args))
+        sums = self._left and self._monitor.sums and not self.gauge.shortage
+        return bool(sums) and not self.steps.begins(args)
 
     def _next(self) -> int:
         """The next forward at which there may be something to do."""

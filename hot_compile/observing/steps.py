@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hot_compile.again import compiled_node
+from hot_compile.again import compiled_node, versions
 
 
 class _Forward:
@@ -33,12 +33,12 @@ class Steps:
         one before, and are gone, or an optimizer has used them."""
         if self._open() is not None:
             return False
-        parameters = parameters_of(args)
-        return all(p.grad is None for p in parameters) or versions(args) != self._versions
+        parameters = _trained(args)
+        return all(p.grad is None for p in parameters) or versions(parameters) != self._versions
 
     def passed(self, outputs: Any, args: Sequence[Any]) -> None:
         """A forward ran."""
-        self._versions = versions(args)
+        self._versions = versions(_trained(args))
         node: Any = compiled_node(outputs, args) if isinstance(outputs, Sequence) else None
         if node is None:
             return
@@ -54,11 +54,5 @@ class Steps:
         self._open = weakref.ref(forward)
 
 
-def parameters_of(args: Sequence[Any]) -> list[torch.nn.Parameter]:
-    """Those that are trained."""
+def _trained(args: Sequence[Any]) -> list[torch.nn.Parameter]:
     return [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad]
-
-
-def versions(args: Sequence[Any]) -> list[int]:
-    """Of parameters; they change when an optimizer steps."""
-    return [parameter._version for parameter in parameters_of(args)]
