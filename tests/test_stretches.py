@@ -134,41 +134,40 @@ def test_a_loss_of_halves_and_a_metric_of_the_logits_are_looked_at():
     assert len(found.looks) == 1
 
 
-def test_less_memory_finds_the_same(looks):
-    """In halves, and halves of these, as far as there is need."""
-    model = Language(50, layers=4)
+def worst_errors(looks, model, function, shares):
+    """By looks that may take such shares of what the first, uncut, took."""
     x, errors = tokens(50, shape=(8, 128)), []
-    for share in (None, 0.6, 0.4):
+    for share in shares:
         looks.risen = share and int(share * looks[0])
         torch._dynamo.reset()
         model.zero_grad()
-        step = compiled(model, gx_bits=8)
+        step = compiled(function, gx_bits=8)
         step(x, x).backward()
         found = hot_compile.certificate(step)
         assert not found.unseen
         errors.append(found.errors.worst)
-        assert looks.risen is None or looks[-1] < looks.risen
+    return errors
+
+
+def test_less_memory_finds_the_same(looks):
+    """In halves, and halves of these, as far as there is need."""
+    model, shares = Language(50, layers=4), (None, 0.6, 0.4)
+    errors = worst_errors(looks, model, model, shares)
+    assert all(
+        took < int(share * looks[0]) for took, share in zip(looks[1:], shares[1:], strict=True)
+    )
     assert max(errors) - min(errors) < 1e-5
 
 
 def test_less_memory_finds_the_same_inside_autocast(looks):
     """As accelerate and Hugging Face's trainer write it: the graph itself enters the mode."""
     model = Language(50, layers=4)
-    x, errors = tokens(50, shape=(8, 128)), []
 
     def loss(tokens, labels):
         with torch.autocast("cpu", torch.bfloat16):
             return model(tokens, labels)
 
-    for share in (None, 0.6):
-        looks.risen = share and int(share * looks[0])
-        torch._dynamo.reset()
-        model.zero_grad()
-        step = compiled(loss, gx_bits=8)
-        step(x, x).backward()
-        found = hot_compile.certificate(step)
-        assert not found.unseen
-        errors.append(found.errors.worst)
+    errors = worst_errors(looks, model, loss, (None, 0.6))
     assert looks[-1] < 0.65 * looks[0]  # a CPU's products of halves take some for themselves
     assert max(errors) - min(errors) < 1e-3
     assert not torch.is_autocast_enabled("cpu")

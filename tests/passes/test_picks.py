@@ -7,13 +7,13 @@ from test_head_losses import (
     BATCH,
     FORWARD,
     TOKENS,
-    VOCABULARY,
     WIDTH,
     Largest,
     Model,
     by_weight,
     compiled,
     distance,
+    exact_without_logits,
     given_for,
     inputs,
     outcome,
@@ -22,9 +22,7 @@ from torch import nn
 
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports
-from hot_compile.memory import peak_bytes
 from hot_compile.passes.base.graph import aten
-from hot_compile.runtime.head import products
 
 ROWS = torch.tensor([3, 5, 5, 9, 17, -2])
 """One of them twice, one counted from the end."""
@@ -120,24 +118,10 @@ CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in P
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_picked_before_the_product(name, monkeypatch):
     """Exact in fp64, and no tensor of all rows times the vocabulary exists."""
-    monkeypatch.setattr(products, "CHUNK_BYTES", 6 * 8 * VOCABULARY)  # a few rows
-    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(products, "_FEW_BYTES", 1)
     loss, keywords, ways = PICKED[name]
-    model, x, g = Model(loss, **keywords).double(), inputs(), given()
-    if "teacher" in keywords:
-        del g["teacher"]
-    reports = Largest()
-    run, logits = compiled(model, reports), BATCH * TOKENS * VOCABULARY
-    got = outcome(run, model, x, g)
-    heads = [head for graph in reports.graphs for head in graph.plan.heads]
-    assert [head.way for head in heads] == ways, [head.reason for head in heads]
-    assert max(reports.largest.values()) < 0.1 * logits
-    tolerance = 1e-6 if loss is selected else 1e-10  # in fp32
-    for one, other in zip(got, outcome(model, model, x, g), strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-13 + tolerance / 100)
-    peak = peak_bytes(lambda: outcome(run, model, x, g), torch.device("cpu"))
-    assert peak < 0.6 * 8 * logits
+    rtol = 1e-6 if loss is selected else 1e-10  # in fp32
+    atol = 1e-13 + rtol / 100
+    exact_without_logits(monkeypatch, loss, keywords, ways, given(), 0.1, rtol, atol)
 
 
 @pytest.mark.parametrize("name", CASES[:1] + CASES[5:11:2])

@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_head_losses import (
-    BATCH,
     FORWARD,
-    TOKENS,
-    VOCABULARY,
-    Largest,
     Model,
     compiled,
     distance,
+    exact_without_logits,
     given_for,
     inputs,
     mean,
@@ -22,8 +19,6 @@ from test_head_losses import (
 
 from hot_compile.backend import hot
 from hot_compile.inspect import Reports
-from hot_compile.memory import peak_bytes
-from hot_compile.runtime.head import products
 
 
 def both(logits, g, temperature=1.0):
@@ -86,23 +81,8 @@ CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in S
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_stacked_is_read_part_by_part(name, monkeypatch):
     """Exact in fp64, and no tensor of rows times the vocabulary exists."""
-    monkeypatch.setattr(products, "CHUNK_BYTES", 6 * 8 * VOCABULARY)  # a few rows
-    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(products, "_FEW_BYTES", 1)
     loss, keywords = STACKED[name]
-    model, x, g = Model(loss, **keywords).double(), inputs(), given_for()
-    if "teacher" in keywords:
-        del g["teacher"]
-    reports = Largest()
-    run, logits = compiled(model, reports), BATCH * TOKENS * VOCABULARY
-    got = outcome(run, model, x, g)
-    heads = [head for graph in reports.graphs for head in graph.plan.heads]
-    assert [head.way for head in heads] == [FORWARD], [head.reason for head in heads]
-    assert max(reports.largest.values()) < logits
-    for one, other in zip(got, outcome(model, model, x, g), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
-    peak = peak_bytes(lambda: outcome(run, model, x, g), torch.device("cpu"))
-    assert peak < 0.6 * 8 * logits
+    exact_without_logits(monkeypatch, loss, keywords, [FORWARD], given_for())
 
 
 @pytest.mark.parametrize("name", ["GKD", pytest.param("as a whole", marks=pytest.mark.slow)])
