@@ -157,7 +157,7 @@ def find_head(sizes: Sizes, least: int) -> Head | None:
             return None
         rows, (outputs, inputs) = _elements(node), map(hint, (logits.shape[-1], x.shape[-1]))
         rows, size = rows // outputs, logits.dtype.itemsize
-        chunk = chunk_rows(rows, outputs, inputs, size, True) * outputs * size
+        chunk = chunk_rows(rows, outputs, size, outputs * inputs) * outputs * size
         small = sum(sizes.made.get(n, 0) for n in nodes if 2 * _elements(n) < _elements(node))
         weights = [_value(n) for n in node.all_input_nodes[1:]]
         trained = any(w is not None and w.requires_grad for w in weights)

@@ -15,6 +15,7 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, closure, made_of_tangents, untranspose, walk
+from hot_compile.passes.base.site import hint
 from hot_compile.passes.head.facts import Fact, Leaf, Reader, ancestors
 from hot_compile.passes.head.operands import (
     NotUnderstood,
@@ -23,6 +24,7 @@ from hot_compile.passes.head.operands import (
     is_one,
     is_tensor,
     numel,
+    shape_of,
 )
 from hot_compile.passes.head.proportional import ScalarTangent
 from hot_compile.passes.head.rules import follow
@@ -30,6 +32,8 @@ from hot_compile.passes.head.sizes import as_arguments, minus, size_of
 from hot_compile.runtime.head.bodies import Body
 
 Swap = tuple[fx.Node, fx.Node]
+
+_OF_SOFTMAX = {aten.amax.default, aten.logsumexp.default}
 
 
 class Chunks:
@@ -47,6 +51,17 @@ class Chunks:
         self._check(self.results, [n for n in self.results if n not in self.backward], at.behind)
         later = [n for n in self.results if n in self.backward]
         self._check(self.results, later, closure(later))
+
+    @property
+    def columns(self) -> int:
+        """That exist at a time of each row: the products', and those of all gradients of theirs."""
+        gradients = {reader.gradient for reader in self.at.readers.values()}
+        widths = [shape_of(n)[1] for n in self.at.products] + [args_of(g)[1][1] for g in gradients]
+        return sum(map(hint, widths))
+
+    def is_softmax(self) -> bool:
+        """Something of a softmax is made of the rows."""
+        return any(node.target in _OF_SOFTMAX for node in self.at.body.nodes)
 
     def _results(self) -> dict[fx.Node, Fact | Reader]:
         """The nodes that take something small out of the body, and the logits the caller gets."""

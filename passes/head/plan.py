@@ -109,9 +109,8 @@ def _choice(
             return way, wanted, f"{reason}; {own}"
         unfit = f"; its gradients' products stay exact: {unfit}"
     way, reason = _way(found, False)
-    saved = _saved(found)
-    if saved is not None and max(saved, 0) < config.head_min_bytes:
-        way, reason = OFF, "what chunks of it add up in fp32 takes as much as its logits"
+    if (why := _pointless(found, config)) is not None:
+        way, reason = OFF, why
     return way, Strategy.EXACT, f"{reason}{unfit}"
 
 
@@ -130,20 +129,27 @@ def _left_out(found: Head | Refused, config: HotConfig, forced: bool) -> str:
     return ""
 
 
-def _saved(found: Head) -> int | None:
-    """Bytes that the whole head holds at its highest and chunks do not; None: not worked out.
+def _pointless(found: Head, config: HotConfig) -> str | None:
+    """Why chunks do not save enough of what the whole head holds at its highest, if so.
 
-    Of a 16-bit weight. Whole, its gradient lies beside the logits', which take their place. Chunks
-    add up a gradient in fp32. Beside it lies a chunk; later, what is made of it in 16 bits.
+    Whole, a weight's gradient lies beside the logits', which take their place. Chunks add up a
+    gradient in fp32. Beside it lies a chunk; later, what is made of it in 16 bits, unless that is
+    the dtype of a cast.
     """
-    (rows, outputs), inputs = map(hint, found.value.shape), shape_of(found.product.args[-2])[1]
-    itemsize = found.value.dtype.itemsize
-    weight = strip(found.product.args[-1], VIEWS)  # type: ignore[arg-type]
-    if itemsize != 2 or weight.target in CASTS or not _adds_up(found):
+    if not _adds_up(found):
         return None
-    total = outputs * hint(inputs) * itemsize
-    chunk = _chunk_bytes(found, rows, outputs, hint(inputs), itemsize)
-    return bytes_of(found.value) - total - max(chunk, total)
+    (rows, outputs), inputs = map(hint, found.value.shape), shape_of(found.product.args[-2])[1]
+    itemsize, numel = found.value.dtype.itemsize, outputs * hint(inputs)
+    chunk, logits = _chunk_bytes(found, rows, outputs, hint(inputs), itemsize), rows * outputs
+    whole = (logits + numel) * itemsize
+    if found.softmax is None and not found.chunks.is_softmax() and 2 * (4 * numel + chunk) > whole:
+        return "the loss makes no more than the logits, of which chunks would save less than half"
+    weight = strip(found.product.args[-1], VIEWS)  # type: ignore[arg-type]
+    later = numel * itemsize
+    saved = logits * itemsize - later - max(chunk, later)
+    if itemsize == 2 and weight.target not in CASTS and max(saved, 0) < config.head_min_bytes:
+        return "what chunks of it add up in fp32 takes as much as its logits"
+    return None
 
 
 def _unfit(found: Head, strategy: Strategy, pricing: Pricing) -> str | None:
@@ -203,7 +209,8 @@ def _way(found: Head, integers: bool) -> tuple[str, str]:
 
 def _chunk_bytes(found: Head | Refused, rows: int, outputs: int, inputs: int, itemsize: int) -> int:
     wanted = isinstance(found, Head) and _adds_up(found)
-    return chunk_rows(rows, outputs, inputs, itemsize, wanted) * outputs * itemsize
+    own = outputs if isinstance(found, Refused) or found.softmax else found.chunks.columns
+    return chunk_rows(rows, own, itemsize, wanted * outputs * inputs) * own * itemsize
 
 
 def _adds_up(found: Head) -> bool:

@@ -168,9 +168,13 @@ class _Chunks:
                 self._weights[weight] = parts_of(shared[weight], None)
         x = rows[body.products[0][0]]
         widths = [width_of(self._weights[weight]) for _, weight, _ in body.products]
-        total = any(kind == "total" for kind, *_ in body.readers)
         columns = sum(widths) + sum(body.gradients)
-        self.size = chunk_rows(x.shape[0], columns, x.shape[1], x.element_size(), total)
+        total = sum(
+            body.gradients[gradient] * rows[operand].shape[1]
+            for kind, gradient, operand in body.readers
+            if kind == "total"
+        )
+        self.size = chunk_rows(x.shape[0], columns, x.element_size(), total)
         room = min(self.size, x.shape[0])
         self._buffers = [x.new_empty((room, width)) for width in widths]
         worth = x.device.type == "cpu" and x.shape[0] * sum(widths) >= WORTH

@@ -81,17 +81,23 @@ for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
-def chunk_rows(rows: int, outputs: int, inputs: int, itemsize: int, grad_weight: bool) -> int:
+def chunk_rows(rows: int, columns: int, itemsize: int, grad_weight: int) -> int:
     """Rows of a chunk, so that chunks are even.
 
     Each chunk adds to g_w, in fp32, which is read and written anew: so a chunk may take as much
     memory as g_w does, which is there anyway; and if that is much, as g_w in ``itemsize`` bytes,
     which is made of it when all chunks are through. Without g_w small chunks cost nothing.
+
+    Args:
+        rows: of all chunks.
+        columns: of the logits, and of their gradient where it does not take their place.
+        itemsize: bytes of each of these values.
+        grad_weight: elements of g_w; 0: it is not asked for.
     """
-    row = outputs * itemsize
+    row = columns * itemsize
     few = min(_FEW_BYTES, -(-rows * row // _FEW))
-    most = max(outputs * inputs * 4, few) if grad_weight else 8 * _LEAST_BYTES
-    later = outputs * inputs * itemsize if grad_weight else 0
+    most = max(grad_weight * 4, few) if grad_weight else 8 * _LEAST_BYTES
+    later = grad_weight * itemsize
     most = min(max(most, _LEAST_BYTES), max(CHUNK_BYTES, later))
     count = max(1, -(-rows * row // most))
     even = max(1, -(-rows // count))
@@ -209,7 +215,7 @@ class _Gradients:
     ) -> None:
         self._x, self._parts, self._integers = x, parts, integers
         (rows, inputs), width = x.shape, width_of(parts)
-        self._size = chunk_rows(rows, width, inputs, x.element_size(), wanted[1])
+        self._size = chunk_rows(rows, width, x.element_size(), wanted[1] * width * inputs)
         if integers:
             self._size = -(-self._size // ALIGN) * ALIGN
         self._buffer = x.new_empty((min(self._size, rows), width))

@@ -437,6 +437,22 @@ def test_a_loss_without_a_softmax_needs_results_wider_than_a_layers(width):
     assert not reports.graphs[-1].plan.heads
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(40, "bfloat16"), (20, "float32"), (60, "bfloat16")])
+@pytest.mark.parametrize("name", ["squares to a teacher's logits", "KL to a teacher's logits"])
+def test_a_loss_of_nothing_but_logits_needs_to_save_half(name, rows, dtype, monkeypatch):
+    """Their gradient takes their place: of 8 inputs a sum in fp32 takes as much as 16 rows in 16
+    bits, and a chunk and its gradient that again. A softmax makes more than the logits."""
+    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(products, "_FEW_BYTES", 1)
+    kind, reports = getattr(torch, dtype), Reports()
+    model, given = Model(LOSSES[name][0]).to(kind), given_for(1, rows, dtype=kind)
+    compiled(model, reports)(inputs(kind, 1, rows), given)
+    (head,) = [head for graph in reports.graphs for head in graph.plan.heads]
+    pays = rows == 60 or "KL" in name
+    assert head.chunked == pays, head.reason
+    assert ("less than half" in head.reason) != pays
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -444,8 +460,10 @@ def test_a_loss_without_a_softmax_needs_results_wider_than_a_layers(width):
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("focal", "hinge", "regularised")),
     ],
 )
-def test_a_mean_of_all_logits_may_be_over_sizes_that_change(name):
+def test_a_mean_of_all_logits_may_be_over_sizes_that_change(name, monkeypatch):
     """The gradient is divided by a size that is no tensor."""
+    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(products, "_FEW_BYTES", 1)
     model, reports = Model(LOSSES[name][0]).double(), Reports()
     run = compiled(model, reports)
     for rows, tokens in ((4, 32), (3, 20)):
