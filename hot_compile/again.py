@@ -39,6 +39,8 @@ class Again:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
         ]
+        self.full = False
+        """It is done again without autocast."""
         self._versions = versions(self.args)
 
     def sample(self, outputs: Sequence[Any]) -> None:
@@ -68,6 +70,16 @@ class Again:
             return inputs, function(*given)
 
     @contextlib.contextmanager
+    def in_full(self) -> Iterator[None]:
+        """Inside, the step is done again without autocast: no product rounds its operands."""
+        before = self._autocast
+        self._autocast, self.full = [(kind, dtype, False) for kind, dtype, _ in before], True
+        try:
+            yield
+        finally:
+            self._autocast, self.full = before, False
+
+    @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
         """Inside, autograd and autocast are as they were in the step's forward."""
         with contextlib.ExitStack() as stack:
@@ -81,11 +93,16 @@ class Again:
 
         ``samples``: by place, what :func:`sampled` makes of outputs.
         """
-        places = sorted(self._samples.keys() & samples.keys())
-        if not places:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        want, got = (torch.cat([s[i] for i in places]) for s in (self._samples, samples))
-        return (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        return apart(samples, self._samples)
+
+
+def apart(got: Mapping[int, Tensor], want: Mapping[int, Tensor]) -> Tensor:
+    """Relative difference of outputs' values, by place; 0 of nothing, not finite of what is not."""
+    places = sorted(got.keys() & want.keys())
+    if not places:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    mine, theirs = (torch.cat([samples[i] for i in places]) for samples in (got, want))
+    return (mine - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class RandomState:

@@ -332,7 +332,9 @@ class _Graph:
         halves = acceptance.computes_halves(self.example_inputs)
         graphs = [self] if random else [self, plain] if halves else [plain, self]
         thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
-        return Watch(run, Doubled(quick, thorough, gauge, random), names, gauge)
+        rounds = not random and acceptance.autocasts(gm, self.example_inputs)
+        shows = thorough[::-1] if rounds else ()
+        return Watch(run, Doubled(quick, thorough, gauge, random, shows), names, gauge)
 
     def changes_by(self, config: HotConfig, profile: Profile | None) -> Differs:
         """What says whether it comes out otherwise if a step takes so long; nothing is lowered."""

@@ -12,11 +12,12 @@ from samples_looks import bad_net, compiled, errors, gradients, run_step, train_
 from torch import nn
 
 import hot_compile
+from hot_compile.again import Again
 from hot_compile.backend import _Graph
 from hot_compile.inspect import run_uncompiled
-from hot_compile.observing import acceptance, eager
+from hot_compile.observing import acceptance, eager, gauge
 from hot_compile.observing.eager import Eager
-from hot_compile.observing.watching import Twin
+from hot_compile.observing.watching import Doubled, Twin
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -213,3 +214,73 @@ def test_what_a_user_makes_the_default_is_nothing_to_a_look(state, caplog):
         got = train_critic(step, model, x)
     assert max(errors(got, want).values()) < 0.25
     assert "not observed" not in caplog.text
+
+
+class Rounding(nn.Module):
+    """Deep and steep enough for bf16 to tell: products of 8 bits, normalised, over and over."""
+
+    def __init__(self, inside=False):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.SiLU()) for _ in range(6)]
+        self.body, self.inside = nn.Sequential(*blocks, nn.Linear(64, 8)), inside
+
+    def forward(self, x):
+        if not self.inside:
+            return self.body(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.body(x)
+
+
+def looked_at_rounding(inside, steps=3):
+    model = Rounding(inside)
+    step, x = compiled(model), torch.randn(256, 64)
+    for _ in range(steps):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            y = step(x)
+        F.cross_entropy(y.float(), torch.arange(256) % 8).backward()
+    return hot_compile.certificate(step)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_autocast_rounds_is_told_without_compiling_anything(inside, monkeypatch):
+    """Outputs that two ways to round differ in are those of the step all the same."""
+    asked = []
+    monkeypatch.setattr(gauge, "SAME", 1e-4)
+    own = Doubled._in_full
+    monkeypatch.setattr(Doubled, "_in_full", lambda *given: asked.append(1) or own(*given))
+    monkeypatch.setattr(Doubled, "_surely", lambda *_: pytest.fail("a twin is compiled"))
+    found = looked_at_rounding(inside)
+    assert asked
+    assert not found.unseen
+    assert len(found.looks) == 2
+    assert found.errors.worst < 0.2
+
+
+def test_a_graph_that_needs_autocast_gets_a_compiled_twin(monkeypatch):
+    def fails(_):
+        raise RuntimeError("expected mat1 and mat2 to have the same dtype")
+
+    monkeypatch.setattr(gauge, "SAME", 1e-4)
+    monkeypatch.setattr(Again, "in_full", fails)
+    found = looked_at_rounding(inside=False)
+    assert not found.unseen
+    assert found.errors.worst < 0.2
+
+
+def test_an_output_that_is_not_the_steps_is_told_from_rounding(monkeypatch):
+    """What is off by more than autocast is, is compared with compiled code, and said."""
+    own, asked = Eager.gradients, []
+
+    def other(self, step, tangents):
+        off, found = own(self, step, tangents)
+        self.samples = {place: 2 * values for place, values in self.samples.items()}
+        return off + 1, found
+
+    monkeypatch.setattr(Eager, "gradients", other)
+    surely = Doubled._surely
+    monkeypatch.setattr(Doubled, "_surely", lambda *given: asked.append(1) or surely(*given))
+    found = looked_at_rounding(inside=False)
+    assert asked
+    assert found.errors.worst < 0.2

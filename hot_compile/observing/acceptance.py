@@ -29,6 +29,7 @@ from hot_compile.observing.auto import step_being_compiled
 from hot_compile.observing.monitor import AS_STOCK, KEPT_AS, Monitor, Qualities
 from hot_compile.observing.raising import Stored, bits_by_tensor
 from hot_compile.observing.step_clock import StepClock, clock_of
+from hot_compile.observing.stretches import enters_autocast
 from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.tuned import in_job
 from hot_compile.passes.storage.step_time import StepTime
@@ -46,6 +47,7 @@ _AWAITED = 4
 """For so many forwards, from a look on, it is asked what other processes of the job found."""
 _HARMLESS = frozenset({"accept", "dump", "monitor", "strict"})
 """Options that change nothing that looks find."""
+_HALVES = torch.bfloat16, torch.float16
 _REPAIRS = "demoted", "raised", "stored", "forwards"
 """What a monitor changes, by name: what of, and why."""
 
@@ -328,10 +330,17 @@ def cannot_be_repeated(gm: fx.GraphModule, examples: Sequence[Any]) -> str:
 
 def computes_halves(examples: Sequence[Any]) -> bool:
     """A graph computes in bf16 or fp16, where compiled code rounds less often."""
-    halves = torch.bfloat16, torch.float16
     tensors = [x for x in examples if isinstance(x, torch.Tensor)]
     kinds = {x.device.type for x in tensors}
-    return any(x.dtype in halves for x in tensors) or any(map(torch.is_autocast_enabled, kinds))
+    return any(x.dtype in _HALVES for x in tensors) or any(map(torch.is_autocast_enabled, kinds))
+
+
+def autocasts(gm: fx.GraphModule, examples: Sequence[Any]) -> bool:
+    """Nothing but autocast makes a graph compute in bf16 or fp16."""
+    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
+    around = any(map(torch.is_autocast_enabled, {x.device.type for x in tensors}))
+    inside = any(enters_autocast(node) for node in gm.graph.nodes)
+    return (around or inside) and not any(x.dtype in _HALVES for x in tensors)
 
 
 def _agreed(path: Path, number: int | str, mine: Findings | None) -> Findings | None:

@@ -58,6 +58,8 @@ class Eager:
         self._heads = heads
         self._codes: dict[object, Callable[..., Any]] = {}
         self._draws = draws(gm)
+        self.samples: dict[int, Tensor] = {}
+        """Values of the outputs that were computed last, by place."""
         self._names = names
         self._short = short
         self._free = free
@@ -88,7 +90,8 @@ class Eager:
             if not walk.found:
                 raise
             self._short(str(error))
-        return step.deviation(walk.samples), walk.found
+        self.samples = walk.samples
+        return step.deviation(self.samples), walk.found
 
     def in_one_piece(self, args: Sequence[Any], coming: int = 0) -> None:
         """Compiled code of the graph cannot be cut.
@@ -117,7 +120,12 @@ class Eager:
     ) -> Callable[..., Sequence[Any]]:
         """Compiled, with its logits in chunks, for the shapes of what it reads."""
         assert self._heads is not None
-        shapes = tuple((v.shape, v.requires_grad) if isinstance(v, Tensor) else v for v in values)
+        shapes = tuple(
+            (v.shape, v.dtype, v.requires_grad, torch.is_autocast_enabled(v.device.type))
+            if isinstance(v, Tensor)
+            else v
+            for v in values
+        )
         if shapes not in self._codes:
             self._codes[shapes], _ = compiled_for(
                 part(self._gm, nodes), values, self._heads.compile

@@ -73,15 +73,19 @@ class Room:
             if free:
                 more = max(more, int(_FREE * unused(device)))
             self._limits[device] = max(highest(device), now + more)
-        self._wide = False
+        self._usual = dict(self._limits)
 
     def widen(self) -> bool:
-        """For what does not fit: take some of what is free besides, from now on. Whether there is
-        more than there was."""
-        before, wide, self._wide = dict(self._limits), self._wide, True
-        for device in () if wide else before:
+        """For what does not fit: take some of what is free besides, until it is narrow again.
+        Whether there is more than there was."""
+        before = dict(self._limits)
+        for device in before if before == self._usual else ():
             self._limits[device] = max(before[device], allocated(device) + spare(device))
         return self._limits != before
+
+    def narrow(self) -> None:
+        """What needed more is through."""
+        self._limits = dict(self._usual)
 
     @property
     def left(self) -> float:
@@ -138,8 +142,9 @@ class _Asking(TorchDispatchMode):
 class _Autocasts:
     """Runs a stretch's nodes; whatever ``torch.autocast`` they enter is left with the stretch."""
 
-    def __init__(self, interpreter: fx.Interpreter) -> None:
-        self._interpreter = interpreter
+    def __init__(self, interpreter: fx.Interpreter, full: bool) -> None:
+        """``full``: what they enter is off."""
+        self._interpreter, self._full = interpreter, full
         self._entered: dict[fx.Node, Any] = {}
 
     def __enter__(self) -> _Autocasts:
@@ -155,10 +160,13 @@ class _Autocasts:
 
     def run(self, node: fx.Node) -> Any:
         """What the node makes."""
-        made = self._interpreter.run_node(node)
         if enters_autocast(node):
+            device, dtype, enabled, cached = node.args
+            made = node.target(device, dtype, enabled and not self._full, cached)  # type: ignore
             self._entered[node] = made
-        elif leaves_autocast(node):
+            return made
+        made = self._interpreter.run_node(node)
+        if leaves_autocast(node):
             self._entered.pop(node.args[0])  # type: ignore[arg-type]
         return made
 
@@ -262,6 +270,7 @@ class Walk:
         for chunked, trained in self._ways(first, middle is None, fits):
             if self._tries(first, last, env, chunked, trained):
                 self._done = first
+                self._room.narrow()
                 return
         if middle is None:
             raise TooLarge(self._why)
@@ -357,6 +366,7 @@ class Walk:
             made = None
         if made is None:  # again, when the error's frames are gone, and what they had made
             return self._forward(first, last, env)
+        self._room.narrow()
         return {n: made[n] if n in made else env[n] for n in crossing}
 
     def _input(self, node: fx.Node) -> Any:
@@ -370,7 +380,7 @@ class Walk:
         interpreter, sizes, room = fx.Interpreter(self._graph.gm), self._graph.sizes, self._room
         interpreter.env = dict(values)
         last = last_reads(stretch, kept)
-        with _Autocasts(interpreter) as autocasts:
+        with _Autocasts(interpreter, self._step.full) as autocasts:
             for node in sizes.autocasts(stretch[0]):
                 autocasts.enter(node)
             for node in stretch:

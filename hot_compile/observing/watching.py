@@ -26,6 +26,7 @@ from torch.autograd.graph import Node
 
 from hot_compile.again import (
     Again,
+    apart,
     compiled_for,
     compiled_node,
     differentiable,
@@ -44,6 +45,8 @@ _SHAPES = 4
 """The twin is compiled for static shapes; steps of more shapes than this are not watched."""
 _OTHERS = 0.1
 """Gradients that differ by more than this, by median, are of other random numbers."""
+_AS_NEAR = 2.0
+"""So many times as far from exact outputs as exact code with autocast is a step may be."""
 Compile = Callable[[fx.GraphModule, Sequence[Any], Observation], Callable[..., Any]]
 """(Dynamo's graph, example inputs, who is shown the layers) -> compiled function."""
 
@@ -151,18 +154,28 @@ class Doubled:
     There is one if something is to blame, or if the former fails (functorch's transforms), or its
     outputs are not the step's: in bf16, what rounds between operators may be far from what rounds
     once a kernel. What both twins differ by is what no exact computation can tell.
+
+    Under autocast the same operators without it tell that as well, and nothing is compiled for
+    them: then the thorough twin only shows layers.
     """
 
     mutated: frozenset[int]
     """As of :class:`Exact`."""
 
     def __init__(
-        self, quick: Eager, thorough: Sequence[Twin], observer: Observer, guesses: bool = False
+        self,
+        quick: Eager,
+        thorough: Sequence[Twin],
+        observer: Observer,
+        guesses: bool = False,
+        shows: Sequence[Twin] = (),
     ) -> None:
         """``thorough``: the first that runs, and is right, counts. ``guesses``: the other may be
-        mistaken in what random numbers a step draws; then it is not asked again."""
+        mistaken in what random numbers a step draws; then it is not asked again. ``shows``:
+        those that only show layers, where autocast rounds."""
         self._quick = quick
         self._thorough = list(thorough)
+        self._shows = list(shows)
         self._observer = observer
         self._guesses, self._mistaken = guesses, False
         self.mutated = quick.mutated
@@ -177,7 +190,7 @@ class Doubled:
         """As :class:`Exact` has it."""
         wants_stored = self._observer.wants_stored
         if self._mistaken:
-            return self._surely(step, tangents, None)
+            return self._surely(step, tangents, None, self._thorough)
         try:
             with step.random.again():
                 deviation, other = self._quick.gradients(step, tangents)
@@ -186,14 +199,20 @@ class Doubled:
         except Exception:
             log.debug("hot: a graph does not run operator by operator", exc_info=True)
             self._mistaken = True
-            return self._surely(step, tangents, None)
+            return self._surely(step, tangents, None, self._thorough)
         off = float(deviation) >= self._observer.same  # rounded between its operators, perhaps
         self._mistaken = self._guesses and off
         if not (off or wants_stored):
             return deviation, other
+        if self._shows and (finer := self._in_full(step, tangents, other)) is not None:
+            if wants_stored:
+                with step.random.again():
+                    self._surely(step, tangents, None, self._shows)
+            return finer
         try:
             with step.random.again():
-                thorough, exact = self._surely(step, tangents, None if off else self._observer.same)
+                most = None if off else self._observer.same
+                thorough, exact = self._surely(step, tangents, most, self._thorough)
         except Miscompiled:
             log.debug("hot: no compiled twin computes what a step does", exc_info=True)
             return deviation, other
@@ -206,10 +225,35 @@ class Doubled:
             self._observer.uncertain(name, difference)
         return thorough, exact
 
+    def _in_full(
+        self, step: Again, tangents: Mapping[int, Tensor], other: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """As ``gradients``, without autocast; ``other``: with it. What both differ by is rounding.
+
+        None where that cannot be done, or the step is not what they compute. Its outputs are if
+        they are as near to these as those with autocast.
+        """
+        rounded, same = self._quick.samples, self._observer.same
+        try:
+            with step.random.again(), step.in_full():
+                off, exact = self._quick.gradients(step, tangents)
+        except (torch.OutOfMemoryError, TooLarge):
+            return None
+        except Exception:
+            log.debug("hot: a graph does not run without autocast", exc_info=True)
+            self._shows = []
+            return None
+        rounding = float(apart(rounded, self._quick.samples))
+        if not float(off) < max(same, _AS_NEAR * rounding):
+            return None
+        for name in other.keys() & exact.keys():
+            self._observer.uncertain(name, other[name] - exact[name])
+        return torch.zeros_like(off), exact
+
     def _surely(
-        self, step: Again, tangents: Mapping[int, Tensor], most: float | None
+        self, step: Again, tangents: Mapping[int, Tensor], most: float | None, twins: list[Twin]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """By the first thorough twin that runs, and is less than ``most`` off.
+        """By the first of ``twins`` that runs, and is less than ``most`` off.
 
         It may be miscompiled where the step is not: of other kernels.
         """
@@ -217,17 +261,17 @@ class Doubled:
         while True:
             try:
                 with step.modes():  # it may be compiled here
-                    code = self._thorough[0].code(step.args)
+                    code = twins[0].code(step.args)
                 if code is None:
                     raise RuntimeError("steps are of too many shapes")
                 return code.gradients(step, tangents, most)
             except torch.OutOfMemoryError:
                 raise
             except Exception:
-                if len(self._thorough) == 1:
+                if len(twins) == 1:
                     raise
                 log.debug("hot: a twin does not run node by node", exc_info=True)
-                self._thorough.pop(0)
+                twins.pop(0)
 
 
 def _median(differences: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
