@@ -333,7 +333,7 @@ class _Graph:
         graphs = [self] if random else [self, plain] if halves else [plain, self]
         thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
         rounds = not random and acceptance.autocasts(gm, self.example_inputs)
-        shows = thorough[::-1] if rounds else ()
+        gauge.rounds, shows = rounds, thorough[::-1] if rounds else ()
         return Watch(run, Doubled(quick, thorough, gauge, random, shows), names, gauge)
 
     def changes_by(self, config: HotConfig, profile: Profile | None) -> Differs:

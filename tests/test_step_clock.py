@@ -187,10 +187,11 @@ class Broken(nn.Sequential):
         return self[1](x)
 
 
-def train(found, monkeypatch, steps, broken=False):
+def train(found, monkeypatch, steps, broken=False, lasts=0.0):
     """A net whose GPU, one of an H200's rates, is said to have been timed so."""
     torch._dynamo.reset()
     monkeypatch.setattr(acceptance, "clock_of", lambda devices: Told(found))
+    monkeypatch.setattr(acceptance, "LASTS", lasts)
     torch.manual_seed(0)
     reports = Reports()
     model = (Broken if broken else nn.Sequential)(nn.Linear(256, 256), nn.Linear(256, 256))
@@ -222,6 +223,29 @@ def test_a_step_that_waits_is_compiled_once_more_with_fewer_launches(kept, monke
     _, (again,) = train(BUSY, monkeypatch, FIRST + 16)  # remembered, so it is not timed again
     assert again.digest == after.digest
     assert "known to take" in caplog.text
+
+
+def test_a_short_run_leaves_that_to_the_next(kept, monkeypatch, caplog):
+    """A long one does it when another compile has become little beside what it has lasted."""
+    _, graphs = train(WAITS, monkeypatch, FIRST + 16, lasts=1e9)
+    assert len(graphs) == 1
+    assert graphs[0].plan.rewritten
+    assert "compiled again" not in caplog.text
+    (file,) = kept.iterdir()
+    assert Findings.load(file).step == WAITS
+    assert not Findings.load(file).settled
+    _, (after,) = train(BUSY, monkeypatch, 2)
+    assert not after.plan.rewritten
+
+    file.unlink()
+    step, graphs = train(WAITS, monkeypatch, FIRST + 16, lasts=1e9)
+    monkeypatch.setattr(acceptance, "LASTS", 0.0)
+    for _ in range(100):
+        step(torch.randn(8192, 256)).square().mean().backward()
+    before, after = graphs
+    assert before.plan.rewritten
+    assert not after.plan.rewritten
+    assert caplog.text.count("compiled again for that, once") == 1
 
 
 def test_several_graphs_of_a_step_are_decided_together(kept, monkeypatch, caplog):

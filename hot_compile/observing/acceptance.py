@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ log = logging.getLogger("hot_compile")
 
 BUDGET = 0.2
 """Relative error that a gradient may have: a cosine of 0.98."""
+LASTS = 20.0
+"""A run that has taken so many times as long as its first step, mostly compiling, is compiled again
+for what its steps take; a shorter one leaves that to the next, which begins so."""
 _FIRST = (1, 2, 4, 8)
 """Forwards of new code that are looked at; then each power of the last, from 64 on."""
 _AWAITED = 4
@@ -162,6 +166,8 @@ class Acceptance(Monitor):
         self._clock: StepClock | None = None
         self._told: set[str] = set()
         """What was said once."""
+        self._begun = self._warm = time.perf_counter()
+        """When the first graph was compiled, and when its first step was through."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Acceptance:
         """Of a step's copy, which is compiled by itself."""
@@ -254,7 +260,8 @@ class Acceptance(Monitor):
     def settles(self, gauge: Gauge) -> None:
         """A look at a graph found no fault."""
         known = self._known.get(gauge.path) if gauge.path else None
-        if known is not None and gauge.looks >= len(_FIRST) and not known.settled:
+        first = known is not None and gauge.looks >= len(_FIRST) and not known.settled
+        if known is not None and first and not self._pends(gauge):
             gauge.settled = known.settled = True
             assert gauge.path is not None
             known.save(gauge.path)
@@ -271,17 +278,35 @@ class Acceptance(Monitor):
         mine = self._known[path]
         if found.waits_for_host != (predicted is not None and predicted.waits_for_host):
             found = dataclasses.replace(found, share=_share(gauge, clock.graphs))
-            changes = _tried(differs, found)
-            new = {"step": found, "settled": False} if changes else {"timed": True}
-            mine = dataclasses.replace(mine, **new)
+            mine = dataclasses.replace(mine, step=found, settled=False)
         agreed = _agreed(path, "time", mine) or mine
         if agreed != self._known[path]:
             self._keep(path, agreed)
-        if agreed.step is None:
+        self._warm = clock.warm
+        return self.overdue(gauge, differs)
+
+    def overdue(self, gauge: Gauge, differs: Callable[[StepTime], bool]) -> bool:
+        """As of a monitor, once the run has lasted long enough for another compile to be little."""
+        now = time.perf_counter()
+        if not self._pends(gauge) or now - self._begun < LASTS * (self._warm - self._begun):
             return False
-        if self._is_news(text := str(found)):
+        assert gauge.path is not None
+        known = self._known[gauge.path]
+        assert known.step is not None
+        if not _tried(differs, known.step):
+            self._keep(gauge.path, dataclasses.replace(known, step=None, timed=True))
+            return False
+        if self._is_news(text := str(known.step)):
             log.warning("hot: a step takes %s. It is compiled again for that, once.", text)
         return True
+
+    def _pends(self, gauge: Gauge) -> bool:
+        """Its graph was compiled for steps that take otherwise than this run found."""
+        known = self._known.get(gauge.path) if gauge.path else None
+        if known is None or known.step is None or self._warm == self._begun:
+            return False
+        predicted = gauge.step is not None and gauge.step.waits_for_host
+        return known.step.waits_for_host != predicted
 
     def _is_news(self, text: str) -> bool:
         """It was not said of another graph."""

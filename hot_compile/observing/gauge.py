@@ -72,7 +72,9 @@ class Gauge(Observer):
         ``config``: how the graph was compiled. ``trained``: its parameters that want gradients.
         ``weights``: those that are always judged, whether a layer of theirs is shown or not.
         """
-        self.wants_stored = False
+        self.wants_stored = self.doubts = False
+        self.rounds = False
+        """What rounds in its graph is told without compiling anything."""
         self.config = config or HotConfig()
         self.trained = tuple(trained)
         self.traces: dict[str, Trace] = {}
@@ -305,6 +307,8 @@ class Watched:
         gauge = self.gauge
         if not gauge.repaired and self._monitor.follows(gauge, self._calls):
             self._repaired()
+        if not gauge.repaired and self._monitor.overdue(gauge, self._differing(args)):
+            self._repaired()
         if self._monitor.due(self._calls, gauge.settled) and not self._due:
             self._due = self._calls
         if self._due and self._begins(args):
@@ -357,10 +361,12 @@ class Watched:
         if found is None and not clock.vain:
             return
         self.clock = None
-        if found is not None and not self.gauge.repaired:
-            differs = functools.partial(self.differs, args)
-            if self._monitor.timed(clock, self.gauge, differs):
-                self._repaired()
+        waits = found is not None and not self.gauge.repaired
+        if waits and self._monitor.timed(clock, self.gauge, self._differing(args)):
+            self._repaired()
+
+    def _differing(self, args: Sequence[Any]) -> Callable[[StepTime], bool]:
+        return functools.partial(self.differs, args)
 
     def _judge(self, found: Qualities) -> None:
         """Report; before anything is changed all is looked at that may be to blame."""
@@ -371,12 +377,13 @@ class Watched:
         if errors is not None:
             monitor.history.append(Look(step, monitor.compiles, errors, len(faults)))
         if not faults:
-            gauge.attempts, gauge.wants_stored = 0, False
+            gauge.attempts, gauge.wants_stored, gauge.doubts = 0, False, False
             monitor.settles(gauge)
         elif gauge.wants_stored:
             self._repair(found, stored)
         elif not gauge.stuck:
-            gauge.wants_stored, self._due = True, self._calls + 1
+            gauge.wants_stored, gauge.doubts = gauge.doubts or not gauge.rounds, True
+            self._due = self._calls + 1
         if not gauge.wants_stored and monitor.settled():
             log.warning("hot: %s", certificate(monitor))
 

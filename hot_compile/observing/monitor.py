@@ -354,6 +354,10 @@ class Monitor:
         """
         return False
 
+    def overdue(self, gauge: Gauge, differs: Callable[[StepTime], bool]) -> bool:
+        """What ``timed`` told is to be followed now."""
+        return False
+
     @property
     def busy(self) -> bool:
         """Some graph was not looked at yet, or is being repaired, as far as is known now."""
@@ -361,7 +365,8 @@ class Monitor:
         for graph in graphs:
             graph.conclude()
         gauges = [graph.gauge for graph in graphs]
-        return any((not g.looks and not g.problem) or g.repaired or g.wants_stored for g in gauges)
+        waits = (g.repaired or g.wants_stored or g.doubts for g in gauges)
+        return any(waits) or any(not g.looks and not g.problem for g in gauges)
 
     def settled(self) -> bool:
         """All graphs were looked at as often as a line at the end needs; True once."""

@@ -77,6 +77,8 @@ class StepClock:
     def __init__(self, mark: Marker) -> None:
         self._mark = mark
         self.found: StepTime | None = None
+        self.warm = 0.0
+        """When the first step was through, by the host's clock."""
         self.again()
 
     def again(self) -> None:
@@ -134,6 +136,7 @@ class StepClock:
 
     def _ends(self, step: _Step) -> None:
         self._open = lambda: None
+        self.warm = self.warm or time.perf_counter()
         self._steps, self._forwards = self._steps + 1, 0
         self._passes(step)
         if step.marks is not None:

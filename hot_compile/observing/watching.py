@@ -188,7 +188,7 @@ class Doubled:
         self, step: Again, tangents: Mapping[int, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As :class:`Exact` has it."""
-        wants_stored = self._observer.wants_stored
+        wants_stored, doubts = self._observer.wants_stored, self._observer.doubts
         if self._mistaken:
             return self._surely(step, tangents, None, self._thorough)
         try:
@@ -202,9 +202,12 @@ class Doubled:
             return self._surely(step, tangents, None, self._thorough)
         off = float(deviation) >= self._observer.same  # rounded between its operators, perhaps
         self._mistaken = self._guesses and off
-        if not (off or wants_stored):
+        finer = None
+        if self._shows and (off or wants_stored or doubts):
+            finer = self._in_full(step, tangents, other)
+        if finer is None and not (off or wants_stored):
             return deviation, other
-        if self._shows and (finer := self._in_full(step, tangents, other)) is not None:
+        if finer is not None:
             if wants_stored:
                 with step.random.again():
                     self._surely(step, tangents, None, self._shows)

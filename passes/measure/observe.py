@@ -69,6 +69,8 @@ class Observer:
     """Why it is shown nothing more of some graph."""
     wants_stored: bool = False
     """It is shown what crosses to the backward, too."""
+    doubts: bool = False
+    """It wants to know what exact code of two kinds differs by."""
 
     def __call__(self, layer: Layer, g: Tensor, weight: Tensor | None, x: Tensor | None) -> None:
         """Look at g_y [L, O], W [O, I] and x [L, I]; None where the backward has no use for it.
