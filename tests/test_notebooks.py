@@ -41,15 +41,9 @@ def test_both_are_there_and_stored_without_outputs():
         assert not any(cell["outputs"] for cell in cells(path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("node_by_node")
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.slow if path.stem == "finetune_lora" else ())
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path):
     """Cell by cell, without a kernel."""
     pytest.importorskip(NEEDS[path.stem])

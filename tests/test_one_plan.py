@@ -61,9 +61,17 @@ def digests(*names):
 @pytest.mark.parametrize(
     "names",
     [
-        ("gpt2_conv1d", "bert", "resnet18"),
+        ("gpt2_conv1d",),
         pytest.param(
-            ("vit_tiny", "mixer", "swin_tiny", "efficientnetv2_s", "convnext_tiny"),
+            (
+                "bert",
+                "resnet18",
+                "vit_tiny",
+                "mixer",
+                "swin_tiny",
+                "efficientnetv2_s",
+                "convnext_tiny",
+            ),
             marks=pytest.mark.slow,
         ),
     ],
