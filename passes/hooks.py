@@ -44,6 +44,7 @@ from hot_compile.passes.storage.fit_budget import (
     recomputes_collectives,
     saved_sizes,
 )
+from hot_compile.passes.storage.kept_casts import casts_to_keep
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
@@ -204,7 +205,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         way: Way | None = None,
     ) -> Partitioned:
         partition: Callable = self._inner or min_cut_rematerialization_partition
-        keep = () if way is None else way.keep
+        rates = self._context.rates
+        keep = casts_to_keep(gm.graph, self._joint.step, rates) if way is None else way.keep
         with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs, step = kwargs["num_fwd_outputs"], self._joint.step
