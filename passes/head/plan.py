@@ -132,22 +132,25 @@ def _left_out(found: Head | Refused, config: HotConfig, forced: bool) -> str:
 def _pointless(found: Head, config: HotConfig) -> str | None:
     """Why chunks do not save enough of what the whole head holds at its highest, if so.
 
-    Whole, a weight's gradient lies beside the logits', which take their place. Chunks add up a
-    gradient in fp32. Beside it lies a chunk; later, what is made of it in 16 bits, unless that is
-    the dtype of a cast.
+    Whole, a weight's gradient lies beside the logits', which take their place; of a weight that
+    autocast casts it is cast later. Chunks add up a gradient in fp32. Beside it lies a chunk; later
+    what is made of it in 16 bits, of a weight that has as many.
     """
     if not _adds_up(found):
         return None
     (rows, outputs), inputs = map(hint, found.value.shape), shape_of(found.product.args[-2])[1]
     itemsize, numel = found.value.dtype.itemsize, outputs * hint(inputs)
-    chunk, logits = _chunk_bytes(found, rows, outputs, hint(inputs), itemsize), rows * outputs
-    whole = (logits + numel) * itemsize
+    chunk = _chunk_bytes(found, rows, outputs, hint(inputs), itemsize)
+    whole = (rows * outputs + numel) * itemsize
     if found.softmax is None and not found.chunks.is_softmax() and 2 * (4 * numel + chunk) > whole:
         return "the loss makes no more than the logits, of which chunks would save less than half"
+    if itemsize != 2:
+        return None
     weight = strip(found.product.args[-1], VIEWS)  # type: ignore[arg-type]
-    later = numel * itemsize
-    saved = logits * itemsize - later - max(chunk, later)
-    if itemsize == 2 and weight.target not in CASTS and max(saved, 0) < config.head_min_bytes:
+    cast = weight.target in CASTS
+    most = max(whole, 6 * numel) if cast else whole
+    ours = 4 * numel + (chunk if cast else max(chunk, 2 * numel))
+    if max(most - ours, 0) < config.head_min_bytes:
         return "what chunks of it add up in fp32 takes as much as its logits"
     return None
 

@@ -295,6 +295,18 @@ def test_a_16_bit_heads_sum_in_fp32_takes_no_more_than_its_logits(
     assert ("add up in fp32" in head.reason) != pays
 
 
+@pytest.mark.parametrize(("rows", "pays"), [(BATCH, False), (64, True)])
+def test_under_autocast_few_rows_are_no_more_than_their_weights_sum(monkeypatch, rows, pays):
+    """24 rows of 16 inputs: the weight's gradient and its cast are the highest either way."""
+    monkeypatch.setattr(products, "_LEAST_BYTES", 1)
+    model = Head(lambda y: y.logsumexp(-1).mean())
+    with torch.autocast("cpu", torch.bfloat16):
+        _, (head,) = chunked(model, inputs(torch.float32, rows), {"head_min_bytes": 1})
+    assert head.dtype == "bfloat16"
+    assert head.chunked == pays
+    assert ("add up in fp32" in head.reason) != pays
+
+
 def test_a_deep_residual_stream_is_read_in_no_time():
     """Every layer's product reaches the loss over twice as many paths as the one before."""
 
