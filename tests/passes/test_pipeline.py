@@ -138,3 +138,14 @@ def test_every_source_below_the_package_counts_for_caches(tmp_path, monkeypatch)
     before = pipeline.sources_hash.__wrapped__()
     file.write_text("b")
     assert pipeline.sources_hash.__wrapped__() != before
+
+
+def test_a_source_in_a_subfolder_is_part_of_the_identity(monkeypatch, tmp_path):
+    (tmp_path / "inside").mkdir()
+    source = tmp_path / "inside" / "rule.py"
+    monkeypatch.setattr(pipeline, "__file__", str(tmp_path / "pipeline.py"))
+    digests = set()
+    for text in ("a = 1", "a = 2"):
+        source.write_text(text)
+        digests.add(pipeline.sources_hash.__wrapped__())
+    assert len(digests) == 2
