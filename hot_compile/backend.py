@@ -330,10 +330,11 @@ class _Graph:
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)
         halves = acceptance.computes_halves(self.example_inputs)
-        graphs = [self] if random else [self, plain] if halves else [plain, self]
-        thorough = [graph._twin(gm, config, profile, gauge) for graph in graphs]
-        rounds = not random and acceptance.autocasts(gm, self.example_inputs)
-        gauge.rounds, shows = rounds, thorough[::-1] if rounds else ()
+        compiled, plainly = (g._twin(gm, config, profile, gauge) for g in (self, plain))
+        cheap_first = [plainly, compiled]
+        thorough = [compiled] if random else cheap_first[::-1] if halves else cheap_first
+        gauge.rounds = not random and acceptance.autocasts(gm, self.example_inputs)
+        shows = cheap_first if gauge.rounds else ()
         return Watch(run, Doubled(quick, thorough, gauge, random, shows), names, gauge)
 
     def changes_by(self, config: HotConfig, profile: Profile | None) -> Differs:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from samples_cancelling import mlp
-from samples_looks import bad_net, compiled, errors, gradients, run_step, train_critic
+from samples_looks import ALWAYS, bad_net, compiled, errors, gradients, run_step, train_critic
 from torch import nn
 
 import hot_compile
 from hot_compile.again import Again
-from hot_compile.backend import _Graph
+from hot_compile.backend import _Graph, hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.observing import acceptance, eager, evidence, gauge
 from hot_compile.observing.eager import Eager
@@ -232,9 +232,10 @@ class Rounding(nn.Module):
             return self.body(x)
 
 
-def looked_at_rounding(inside, steps=3):
+def looked_at_rounding(inside, steps=3, inner_compile=run_uncompiled):
     model = Rounding(inside)
-    step, x = compiled(model), torch.randn(256, 64)
+    backend = functools.partial(hot, options=ALWAYS, inner_compile=inner_compile)
+    step, x = torch.compile(model, backend=backend), torch.randn(256, 64)
     for _ in range(steps):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
@@ -306,3 +307,21 @@ def test_a_doubt_that_is_rounding_shows_no_layers(monkeypatch):
     found = looked_at_rounding(inside=False, steps=4)
     assert [bool(look.off) for look in found.looks] == [True, False, False]
     assert not asked
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_are_shown_by_code_that_nothing_is_compiled_for(inside, monkeypatch):
+    """Where what autocast rounds does not excuse an error, around the graph or inside it."""
+    graphs, asked, own = {}, [], _Graph._twin
+
+    def twin_of(self, *given):
+        made = own(self, *given)
+        graphs[made] = self
+        return made
+
+    monkeypatch.setattr(acceptance, "BUDGET", 1e-3)
+    monkeypatch.setattr(_Graph, "_twin", twin_of)
+    monkeypatch.setattr(Doubled, "_surely", lambda *given: asked.append(given[-1][0]))
+    looked_at_rounding(inside, steps=4, inner_compile=lambda *a, **k: run_uncompiled(*a, **k))
+    assert asked
+    assert all(graphs[twin].inner_compile is run_uncompiled for twin in asked)

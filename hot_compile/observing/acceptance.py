@@ -260,11 +260,11 @@ class Acceptance(Monitor):
     def settles(self, gauge: Gauge) -> None:
         """A look at a graph found no fault."""
         known = self._known.get(gauge.path) if gauge.path else None
-        first = known is not None and gauge.looks >= len(_FIRST) and not known.settled
-        if known is not None and first and not self._pends(gauge):
-            gauge.settled = known.settled = True
-            assert gauge.path is not None
-            known.save(gauge.path)
+        if known is None or known.settled or gauge.looks < len(_FIRST) or self._pends(gauge):
+            return
+        gauge.settled = known.settled = True
+        assert gauge.path is not None
+        known.save(gauge.path)
 
     def timed(self, clock: StepClock, gauge: Gauge, differs: Callable[[StepTime], bool]) -> bool:
         """As of a monitor; what the first process of a job measured counts for all."""
@@ -355,17 +355,22 @@ def cannot_be_repeated(gm: fx.GraphModule, examples: Sequence[Any]) -> str:
 
 def computes_halves(examples: Sequence[Any]) -> bool:
     """A graph computes in bf16 or fp16, where compiled code rounds less often."""
-    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
-    kinds = {x.device.type for x in tensors}
-    return any(x.dtype in _HALVES for x in tensors) or any(map(torch.is_autocast_enabled, kinds))
+    return _given_halves(examples) or _inside_autocast(examples)
 
 
 def autocasts(gm: fx.GraphModule, examples: Sequence[Any]) -> bool:
     """Nothing but autocast makes a graph compute in bf16 or fp16."""
-    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
-    around = any(map(torch.is_autocast_enabled, {x.device.type for x in tensors}))
-    inside = any(enters_autocast(node) for node in gm.graph.nodes)
-    return (around or inside) and not any(x.dtype in _HALVES for x in tensors)
+    casts = _inside_autocast(examples) or any(map(enters_autocast, gm.graph.nodes))
+    return casts and not _given_halves(examples)
+
+
+def _given_halves(examples: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype in _HALVES for x in examples)
+
+
+def _inside_autocast(examples: Sequence[Any]) -> bool:
+    kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
+    return any(map(torch.is_autocast_enabled, kinds))
 
 
 def _agreed(path: Path, number: int | str, mine: Findings | None) -> Findings | None:
