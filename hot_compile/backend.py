@@ -19,7 +19,7 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .again import compiled_for, trains, twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
-from .config import RECIPES, HotConfig, Memory, split_options
+from .config import RECIPES, HotConfig, split_options
 from .detached_logits import detach_logits, tied
 from .figures import code_key, graph_key, keeping
 from .frameworks import trace_past_warnings
@@ -50,10 +50,8 @@ from .passes.profile.profile import Profile
 from .passes.spared_work import collected_later
 from .passes.storage.step_time import StepTime
 from .record import NO_PLAN, Dump, GraphReport, Held, Listener, Recorder, run_uncompiled
-from .runtime.planes import RESTORED_OPERATIONS
 from .stand_in import stand_in
 
-_REALIZED = "realize_opcount_threshold"
 _NEW_GRAPH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 """Compile the graph anew. AOTAutograd's cache heeds these too; kernels found compiled are used."""
 
@@ -206,8 +204,6 @@ class _Graph:
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
         recorder = Dump() if observation else self.recorder or Dump(dump)
         held = Held(recorder, None if observation else self.listener, self.done)
-        if config.memory is not Memory.OFF and self.on_gpu and not observation:
-            patches.setdefault(_REALIZED, RESTORED_OPERATIONS)
         budget = None if observation else self.budget
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
@@ -297,11 +293,6 @@ class _Graph:
         """Steps may be measured, and the graph compiled again by that: not inside CUDA graphs, nor
         where all processes compile, or none."""
         return not (self.captured or torch._dynamo.config.enable_compiler_collectives)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Some input is on a GPU."""
-        return any(device.type == "cuda" for device in self.devices)
 
     def watched(
         self,

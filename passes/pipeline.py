@@ -62,7 +62,7 @@ from hot_compile.passes.storage.crossers import (
 )
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.layout import mark_channels_last
-from hot_compile.passes.storage.pieces import materialise, work_out_in_pieces
+from hot_compile.passes.storage.pieces import work_out_in_pieces
 from hot_compile.passes.storage.predicted_peak import Rise, Room
 from hot_compile.passes.storage.prices import (
     LAUNCH,
@@ -405,10 +405,6 @@ def _store(cut: Partitioned) -> int:
     return len(cut.stored)
 
 
-def _materialise(cut: Partitioned) -> int:
-    return materialise(cut.backward.graph) if cut.stores else 0
-
-
 def _functions(cut: Partitioned) -> int:
     """Only where the backend lets Inductor work out long expressions in their readers' kernels."""
     if not (cut.stores and cut.context.config.exact_forms):
@@ -464,7 +460,6 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
     Step("store", _store, changes=True),
-    Step("materialise", _materialise, changes=True),
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),
     Step("casts", _casts, changes=True),

@@ -24,14 +24,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.pointwise import Number, decoded, taught
+from hot_compile.runtime.pointwise import Number, decoded, taught, uncounted
 
-RESTORED_OPERATIONS = 112
-"""On a GPU, operations up to which Inductor works a value out anew in each of its readers.
-
-By default 30. Restoring what was stored takes 54, with an activation's slope behind it; above
-the threshold it was written to memory in fp32, more bytes than its compression saves, and read.
-"""
 WHOLE, WHOLE_WORD = 1.5 * 2.0**23, 0x4B400000
 """fp32's numbers from here on are whole, and the last bits of a sum with this one are the other
 summand; and this number's bits."""
@@ -230,9 +224,11 @@ class _Place:
             for at, size in zip(index, sizes, strict=True):
                 linear = linear * size + at
             found = self._by_index if self._rows(linear) else self._by_operations
-            group, word, piece = found(linear, whole_type)
+            with uncounted():
+                group, word, piece = found(linear, whole_type)
             words = [read(word) for read in reads] + [read(group) for read in reads_shared]
-            return element(words, piece)
+            with uncounted():
+                return element(words, piece)
 
         device = planes[0].get_device()
         return Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=sizes)

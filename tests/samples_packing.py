@@ -12,7 +12,6 @@ from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.runtime import planes
 
 AS_ON_GPU = {
-    "realize_opcount_threshold": planes.RESTORED_OPERATIONS,
     "force_disable_caches": True,  # what is lowered anew is what is looked at
 }
 

@@ -12,6 +12,7 @@ from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.pack import pack, unpack
+from hot_compile.runtime import pointwise
 from hot_compile.testing import cosine, hot_step
 
 SHARING = (Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS12)
@@ -208,3 +209,19 @@ def test_gradients_on_a_gpu_of_sizes_known_when_it_runs(how):
     # streams joined: torch 2.11's analysis of tiles fails there, and the guarantee leaves it out
     strict = how != "joint"
     as_close_as_its_bits(how, 197, "cuda", bits=6, dynamic=True, strict=strict)
+
+
+def test_inductor_does_not_count_what_restoring_takes():
+    """By its own count of a value's operations it decides whether to write the value to memory."""
+    from torch._inductor.ops_handler import OpCounterCSE
+    from torch._inductor.virtualized import V, ops
+
+    counter = OpCounterCSE(V.MockHandler())
+    with V.set_ops_handler(counter):
+        restored = ops.load("codes", 0)
+        with pointwise.uncounted():
+            for _ in range(40):
+                restored = ops.mul(restored, restored) if len(restored) < 99 else ops.abs("x")
+        ops.add(restored, ops.load("gradient", 0))
+    assert counter.getvalue().num_ops == 3
+    assert counter.getvalue().nontrivial_read_count == 0
