@@ -220,8 +220,8 @@ def test_inductor_does_not_count_what_restoring_takes():
     with V.set_ops_handler(counter):
         restored = ops.load("codes", 0)
         with pointwise.uncounted():
-            for _ in range(40):
-                restored = ops.mul(restored, restored) if len(restored) < 99 else ops.abs("x")
+            for _ in range(5):
+                restored = ops.mul(restored, restored)
         ops.add(restored, ops.load("gradient", 0))
     assert counter.getvalue().num_ops == 3
     assert counter.getvalue().nontrivial_read_count == 0
