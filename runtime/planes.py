@@ -16,6 +16,7 @@ element of each. Importing this registers the operators.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,7 +139,21 @@ torch.library.register_fake("hot::restored_bits")(
 
 @taught
 def lowered() -> None:
-    """Teach Inductor the three operators."""
+    """Teach Inductor the three operators, and to keep a row at hand that is made of them."""
+    from torch._inductor.choices import InductorChoices
+
+    own = InductorChoices.should_use_persistent_reduction
+
+    @functools.wraps(own)
+    def at_once(features: Any, cooperative_reduction: bool) -> bool:
+        found: bool = own(features, cooperative_reduction)
+        return found or (not cooperative_reduction and _along_short_rows(features))
+
+    InductorChoices.should_use_persistent_reduction = staticmethod(at_once)  # type: ignore[method-assign]
+    _operators_lowered()
+
+
+def _operators_lowered() -> None:
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
 
@@ -188,6 +203,38 @@ def lowered() -> None:
         return _Place((*outer, 1), part, 1, MASK_BITS).pointwise((packed,), (), element, torch.bool)
 
 
+_RESTORED = "hot_restores"
+"""Attribute of Inductor's graphs that have one of these operators."""
+_SHORT, _LOOKED_AT = 1024, 8
+
+
+def _along_short_rows(features: Any) -> bool:
+    """Its sums go along rows of which some are restored.
+
+    Inductor takes a restored row for one whose elements lie anywhere, and goes over it twice: for
+    the sum, and for what the sum is needed for. Each time it is restored.
+    """
+    from torch._inductor.virtualized import V
+
+    numel = features.reduction_numel
+    if not getattr(V.graph, _RESTORED, False) or not isinstance(numel, sympy.Integer):
+        return False
+    reads = [dep for node in features.reduction_nodes() for dep in node.read_writes.reads]
+    return numel <= _SHORT and all(map(_goes_on, reads))
+
+
+def _goes_on(dep: Any) -> bool:
+    """It reads one element after the other, or the same again, as far as its first ones say."""
+    from torch._inductor.dependencies import MemoryDep
+
+    if not isinstance(dep, MemoryDep):
+        return False
+    *outer, last = dep.var_names or (sympy.Dummy(),)
+    row = sympy.sympify(dep.index).subs(dict.fromkeys(outer, 0))
+    places = [row.subs(last, place) for place in range(_LOOKED_AT)]
+    return all(after - before in (0, 1) for before, after in itertools.pairwise(places))
+
+
 class _Place:
     """Where the bits of an element lie, in Inductor's operations on its place in memory."""
 
@@ -213,6 +260,7 @@ class _Place:
         from torch._inductor.ir import Pointwise
         from torch._inductor.virtualized import V
 
+        setattr(V.graph, _RESTORED, True)
         sizes = [*self._outer, self._run]
         small = V.graph.sizevars.statically_known_leq(math.prod(sizes), 2**31 - 1)
         whole_type = torch.int32 if small else torch.int64
@@ -234,17 +282,21 @@ class _Place:
         return Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=sizes)
 
     def _rows(self, linear: Any) -> bool:
-        """``linear`` goes along rows no longer than a group, as a norm over a head's channels does.
+        """``linear`` goes along rows no longer than a group, as a norm over a head's channels does,
+        or as long as several, as a softmax does.
 
         Triton finds vectors in an index made of those, and Inductor sees which elements it reads:
-        only so does it sum over a row and over all rows in one kernel. Not of images, whose lanes
-        are as many as they have channels, seldom a power of two.
+        only so does it sum over a row and over all rows in one kernel, and keep a row at hand
+        that it reads for a sum and once more. Not of images, whose lanes are as many as they have
+        channels, seldom a power of two.
         """
         if self._lanes > 1:
             return False
-        steps = sympy.expand(linear).as_coefficients_dict()
+        found = sympy.expand(linear).as_coefficients_dict().items()
+        steps = [step for term, step in found if term != 1 and step > 1]
         group = self._block * self._pieces
-        return any(step > 1 and group % step == 0 for term, step in steps.items() if term != 1)
+        within = any(group % step == 0 for step in steps)
+        return within or (bool(steps) and all(step % group == 0 for step in steps))
 
     def _by_index(self, linear: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
         """(group, word, field of the word) of element ``linear``, the first two as an index."""

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hot_compile import explain
 from hot_compile.cli import app
-from hot_compile.passes.cost.devices import CAPABILITIES, rates_of
+from hot_compile.passes.cost.devices import CHIPS, rates_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.planning import (
     DTYPES,
@@ -86,7 +86,7 @@ def test_weights_are_counted_once_and_frozen_ones_get_no_gradient():
         assert found.total == found.held + 3 * one + states + 32 * 64 * 4
 
 
-@pytest.mark.parametrize("device", [*CAPABILITIES, "cpu"])
+@pytest.mark.parametrize("device", [*CHIPS, "cpu"])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_every_device_has_rates(device, tf32):
     assert isinstance(rates_of(device, tf32), Rates)
@@ -179,7 +179,7 @@ def test_a_budget_of_the_peak_is_planned(spec):
 
 def test_the_help_names_every_choice():
     said = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).output
-    assert all(name in said for name in (*CAPABILITIES, *DTYPES, *OPTIMIZERS, "cpu"))
+    assert all(name in said for name in (*CHIPS, *DTYPES, *OPTIMIZERS, "cpu"))
 
 
 def test_other_commands_do_not_wait_for_inductor():

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -115,11 +116,12 @@ def test_a_name_says_all_that_rates_depend_on(rates_folder, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, rates_folder):
-    """A GPU of which only the name and the capability are asked."""
+    """A GPU of which only the name, the capability and the clocks are asked."""
     capability = [(9, 0)]
     monkeypatch.setattr(devices, "_missing", lambda kind: None)
     monkeypatch.setattr(devices, "measure", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+    monkeypatch.setattr(devices.Chip, "of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {rates_folder}")
     return capability
 
@@ -129,6 +131,29 @@ def test_nothing_is_measured_unasked(gpu, rates_folder):
     assert pricing(torch.device("cuda", 0)) == devices.cuda_rates((9, 0), tf32=False)
     assert pricing(CPU) == devices.table_entry(CPU)
     assert not rates_folder.exists()
+
+
+H100 = {
+    "memory_clock_rate": 2_619_000, "memory_bus_width": 5120, "clock_rate": 1_980_000,
+    "multi_processor_count": 132,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("properties", "memory"), [(H100, 0.68), ({}, 1), (H100 | {"clock_rate": 0}, 1)]
+)
+def test_rates_are_scaled_to_a_devices_own_memory(properties, memory, gpu, monkeypatch):
+    """What a driver does not say, or says is nothing, changes nothing."""
+    monkeypatch.undo()
+    monkeypatch.setattr(devices, "_missing", lambda kind: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    given = types.SimpleNamespace(**properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: given)
+    rates, table = pricing(torch.device("cuda", 0), "table"), devices.RATES["sm90"]
+    for name in ("copy", "packing", "transform"):
+        assert getattr(rates, name) == pytest.approx(memory * getattr(table, name), rel=0.01)
+    assert rates.exact == pytest.approx(table.exact)
+    assert ("0.68 for memory" in rates.source) == (memory != 1)
 
 
 def test_rates_say_where_they_come_from(gpu):

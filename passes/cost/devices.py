@@ -101,6 +101,42 @@ RATES: dict[str, Rates] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What the makers say of a GPU, or its driver: that by which two of one kind differ."""
+
+    memory: float
+    """Bytes/s at most."""
+    clocks: float
+    """Multiprocessors times clock, Hz."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Chip | None:
+        """None where the driver does not say."""
+        found = torch.cuda.get_device_properties(device)
+        names = "memory_clock_rate", "memory_bus_width", "multi_processor_count", "clock_rate"
+        clock, width, count, core = (getattr(found, name, 0) for name in names)
+        # clocks in kHz; two transfers a clock of the memory, a bus's width in bits
+        return cls(2e3 * clock * width / 8, 1e3 * core * count) if clock * width * core else None
+
+
+CHIPS: dict[str, tuple[tuple[int, int], Chip]] = {
+    "h200": ((9, 0), Chip(4.9e12, 132 * 1.98e9)),
+    "h100": ((9, 0), Chip(3.35e12, 132 * 1.98e9)),
+    "a100": ((8, 0), Chip(2.04e12, 108 * 1.41e9)),
+    "a10": ((8, 6), Chip(0.6e12, 72 * 1.695e9)),
+    "rtx3090": ((8, 6), Chip(0.936e12, 82 * 1.695e9)),
+    "l4": ((8, 9), Chip(0.3e12, 58 * 2.04e9)),
+    "l40s": ((8, 9), Chip(0.864e12, 142 * 2.52e9)),
+    "rtx4090": ((8, 9), Chip(1.01e12, 128 * 2.52e9)),
+}
+"""Capability and chip of devices that can be asked for by name where they are not."""
+_MEASURED = {"sm90": "h200", "sm80": "a100", "sm86": "rtx3090"}
+"""Whose rates an entry of ``RATES`` has."""
+_SAME_CHIP = 0.03
+"""Ratio that clocks differ by within one product."""
+
+
 def pricing(device: torch.device, prices: str = "measured") -> Rates | str:
     """Rates of ``device``, or the reason why no layer can be rewritten for it.
 
@@ -141,7 +177,7 @@ def table_entry(device: torch.device) -> Rates | str:
     """The table's rates of devices of this kind, or why the operators are of no use there."""
     if device.type == "cpu":
         return _cpu_rates()
-    return _cuda_entry(torch.cuda.get_device_capability(device))
+    return _cuda_entry(torch.cuda.get_device_capability(device), Chip.of(device))
 
 
 @cache
@@ -150,24 +186,49 @@ def _cpu_rates() -> Rates:
     return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
 
 
-def cuda_rates(capability: tuple[int, int], tf32: bool) -> Rates | str:
-    """Rates of the architecture's entry in the table, fp32 at TF32's where that is on."""
-    rates = _cuda_entry(capability)
+def cuda_rates(capability: tuple[int, int], tf32: bool, chip: Chip | None = None) -> Rates | str:
+    """Rates of the architecture's entry in the table, for ``chip`` if it is given, fp32 at TF32's
+    where that is on."""
+    rates = _cuda_entry(capability, chip)
     return rates if isinstance(rates, str) else _in_force(rates, tf32)
 
 
-def _cuda_entry(capability: tuple[int, int]) -> Rates | str:
+def _cuda_entry(capability: tuple[int, int], chip: Chip | None) -> Rates | str:
     major, minor = capability
     if major < 8:
         return f"compute capability {major}.{minor} has no INT8 tensor cores this runtime uses"
     if major in (10, 11):  # their fast products are tcgen05's; Ampere's instructions crawl there
         return f"compute capability {major}.{minor}: no integer products for it in this runtime yet"
     known = {(9, 0): "sm90", (8, 0): "sm80", (8, 6): "sm86"}
-    rates = RATES[known.get(capability, "sm86")]
+    entry = known.get(capability, "sm86")
+    rates = _scaled(RATES[entry], chip, CHIPS[_MEASURED[entry]][1])
     nearest = f", the nearest to compute capability {major}.{minor}"
     source = rates.source + nearest * (capability not in known)
     int4 = rates.int4 if major == 8 else rates.integer  # later chips emulate INT4 products
     return dataclasses.replace(rates, int4=int4, source=source)
+
+
+def _scaled(rates: Rates, chip: Chip | None, measured: Chip) -> Rates:
+    """``rates``, found on ``measured``, for another chip of its kind.
+
+    An H100 has an H200's products and 0.68 of its memory's speed. By the latter's rates layers of
+    768 to 1024 inputs went to INT8 there that took 0 to 10 % longer so.
+    """
+    if chip is None:
+        return rates
+    memory, clocks = chip.memory / measured.memory, chip.clocks / measured.clocks
+    if max(abs(memory - 1), abs(clocks - 1)) < _SAME_CHIP:
+        return rates
+    return dataclasses.replace(
+        rates,
+        exact={dtype: rate * clocks for dtype, rate in rates.exact.items()},
+        integer=rates.integer * clocks,
+        int4=rates.int4 * clocks,
+        transform=rates.transform * memory,
+        copy=rates.copy * memory,
+        packing=rates.packing * memory,
+        source=f"{rates.source}, times {memory:.2f} for memory and {clocks:.2f} for products",
+    )
 
 
 def _in_force(rates: Rates, tf32: bool) -> Rates:
@@ -216,24 +277,11 @@ def tune(device: torch.device) -> Rates:
     return found
 
 
-CAPABILITIES: dict[str, tuple[int, int]] = {
-    "h200": (9, 0),
-    "h100": (9, 0),
-    "a100": (8, 0),
-    "a10": (8, 6),
-    "rtx3090": (8, 6),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "rtx4090": (8, 9),
-}
-"""Devices that can be asked for by name where they are not."""
-
-
 def rates_of(device: str, tf32: bool = False) -> Rates:
     """Rates of a device that need not be here.
 
     Args:
-        device: one of ``CAPABILITIES``, ``cpu`` (with VNNI), or a file that ``hot-compile tune``
+        device: one of ``CHIPS``, ``cpu`` (with VNNI), or a file that ``hot-compile tune``
             made there, ``*.json``.
         tf32: fp32 products may use TF32.
 
@@ -249,10 +297,11 @@ def rates_of(device: str, tf32: bool = False) -> Rates:
             raise OptionError.value("device", device, wanted) from error
     if device == "cpu":
         return RATES["cpu-vnni"]
-    if device not in CAPABILITIES:
-        wanted = f"one of {', '.join((*CAPABILITIES, 'cpu'))}, or a file of rates, *.json"
+    if device not in CHIPS:
+        wanted = f"one of {', '.join((*CHIPS, 'cpu'))}, or a file of rates, *.json"
         raise OptionError.value("device", device, wanted)
-    found = cuda_rates(CAPABILITIES[device], tf32)
+    capability, chip = CHIPS[device]
+    found = cuda_rates(capability, tf32, chip)
     assert isinstance(found, Rates)
     return found
 

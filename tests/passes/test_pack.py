@@ -272,7 +272,9 @@ def test_a_gpus_operators_restore_the_same_bits(scheme, layout, compiled, monkey
     assert y.stride() == z.stride() == x.stride()
 
 
-@pytest.mark.parametrize(("head", "by_index"), [(128, True), (64, True), (96, False)])
+@pytest.mark.parametrize(
+    ("head", "by_index"), [(128, True), (64, True), (96, False), (256, True), (512, True)]
+)
 @pytest.mark.parametrize("scheme", [*PLANES, Scheme.INT4])
 def test_rows_within_groups_are_read_by_index(scheme, head, by_index, monkeypatch):
     """As a norm over a head's channels does: a sum over a row and one over all rows, compiled."""
@@ -286,6 +288,7 @@ def test_rows_within_groups_are_read_by_index(scheme, head, by_index, monkeypatc
         rows = restored(scheme, parts, x).view(24, -1, head)
         return rows.square().sum(-1), rows.sum((0, 1))
 
+    torch._dynamo.reset()
     with torch._inductor.config.patch(AS_ON_GPU):
         got = torch.compile(sums, dynamic=False)(*stored)
     rows = y.view(24, -1, head)

@@ -1,18 +1,25 @@
 """Restored tensors under whatever indexing their readers ask Inductor for, by a GPU's operators."""
 
+import types
+
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from samples_packing import AS_ON_GPU, restored, round_trip, values
 from samples_storage import ALL
 from torch import fx, nn
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.ops_handler import OpCounterCSE
+from torch._inductor.virtualized import V, ops
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.storage import pack as packing
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.runtime import pointwise
+from hot_compile.runtime import planes, pointwise
 from hot_compile.testing import cosine, hot_step
 
 SHARING = (Scheme.INT4, Scheme.GROUPS6, Scheme.GROUPS12)
@@ -98,7 +105,7 @@ def test_a_place_that_may_be_negative_is_given_no_real_bounds(monkeypatch):
         return own(self, var, *args, **keywords)
 
     monkeypatch.setattr(CSEProxy, "indirect_indexing", watched)
-    x = values((15, 192), torch.float32, seed=7, spread=2.0)
+    x = values((16, 328), torch.float32, seed=7, spread=2.0)  # rows that groups go across
     stored, _ = round_trip(x, Scheme.GROUPS6)
 
     def halves(*parts):
@@ -213,9 +220,6 @@ def test_gradients_on_a_gpu_of_sizes_known_when_it_runs(how):
 
 def test_inductor_does_not_count_what_restoring_takes():
     """By its own count of a value's operations it decides whether to write the value to memory."""
-    from torch._inductor.ops_handler import OpCounterCSE
-    from torch._inductor.virtualized import V, ops
-
     counter = OpCounterCSE(V.MockHandler())
     with V.set_ops_handler(counter):
         restored = ops.load("codes", 0)
@@ -225,3 +229,29 @@ def test_inductor_does_not_count_what_restoring_takes():
         ops.add(restored, ops.load("gradient", 0))
     assert counter.getvalue().num_ops == 3
     assert counter.getvalue().nontrivial_read_count == 0
+
+
+X, R = sympy.symbols("x r", integer=True, nonnegative=True)
+PLACE = 64 * FloorDiv(R, 128) + 128 * X + ModularIndexing(R, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("index", "columns", "restores", "at_once"),
+    [
+        (PLACE, 256, True, True),
+        (2 * X + FloorDiv(R, 128), 256, True, True),
+        (PLACE, 2048, True, False),
+        (PLACE, 256, False, False),
+        (X + 256 * R, 256, True, False),
+        (PLACE.subs(R, 2 * R), 256, True, False),
+    ],
+)
+def test_a_short_row_that_is_restored_is_kept_at_hand(index, columns, restores, at_once):
+    """Of a softmax's backward: else it is restored for the sum, and once more for what follows."""
+    read = MemoryDep("plane", index, (X, R), (8, columns))
+    node = types.SimpleNamespace(read_writes=types.SimpleNamespace(reads={read}))
+    rows = types.SimpleNamespace(
+        reduction_numel=sympy.Integer(columns), reduction_nodes=lambda: [node]
+    )
+    with V.set_graph_handler(types.SimpleNamespace(**{planes._RESTORED: restores})):
+        assert planes._along_short_rows(rows) == at_once
