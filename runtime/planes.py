@@ -295,8 +295,11 @@ class _Place:
         found = sympy.expand(linear).as_coefficients_dict().items()
         steps = [step for term, step in found if term != 1 and step > 1]
         group = self._block * self._pieces
-        within = any(group % step == 0 for step in steps)
-        return within or (bool(steps) and all(step % group == 0 for step in steps))
+        if any(group % step == 0 for step in steps):
+            return True
+        # of sizes known when it runs, an index has 64 bits; what is made of it must have 32
+        known = all(isinstance(size, int | sympy.Integer) for size in (*self._outer, self._run))
+        return known and bool(steps) and all(step % group == 0 for step in steps)
 
     def _by_index(self, linear: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
         """(group, word, field of the word) of element ``linear``, the first two as an index."""

@@ -255,3 +255,10 @@ def test_a_short_row_that_is_restored_is_kept_at_hand(index, columns, restores, 
     )
     with V.set_graph_handler(types.SimpleNamespace(**{planes._RESTORED: restores})):
         assert planes._along_short_rows(rows) == at_once
+
+
+@pytest.mark.parametrize("groups", [2, sympy.Symbol("s0", integer=True, positive=True)])
+def test_rows_of_whole_groups_are_read_by_index_where_sizes_are_known(groups):
+    """A size known when it runs makes an index of 64 bits, which no code's 32 go with."""
+    place = planes._Place((15 * groups,), 32, 1, 4)
+    assert place._rows(256 * X + R) == (groups == 2)
