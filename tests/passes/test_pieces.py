@@ -2,17 +2,24 @@
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.schemes import Scheme
-from hot_compile.passes.storage.pieces import in_groups, work_out_in_pieces
+from hot_compile.passes.storage.pieces import (
+    SIDE_BY_SIDE,
+    in_groups,
+    join_part_by_part,
+    work_out_in_pieces,
+)
 from hot_compile.runtime import pieces
 
 aten = torch.ops.aten
 WIDTH = 96
 DECOMPOSED = torch._decomp.get_decompositions([aten.gelu, aten.silu, aten.relu, aten._to_copy])
-SIDE_BY_SIDE = torch.ops.hot.side_by_side.default
 
 
 def activated(function):
@@ -98,3 +105,50 @@ def test_inductor_puts_them_side_by_side():
 
 def test_the_operator_keeps_its_contract():
     torch.library.opcheck(SIDE_BY_SIDE, ([torch.randn(3, 2), torch.randn(3, 4)], 1))
+
+
+def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False):
+    """The gradient of ``x, gate = y.chunk(2, -1)``, of which y is restored."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    sizes = {"upper": (16, 32, 1), "lower": (16, 32, 1), "scale": (16, 1, 1), "gradient": (8, 128)}
+    kinds = {"upper": torch.int16, "lower": torch.uint8, "scale": torch.bfloat16}
+    given = {}
+    for name, size in sizes.items():
+        given[name] = graph.placeholder(name)
+        with mode:
+            kind = kinds.get(name, torch.float32)
+            given[name].meta["val"] = torch.empty(size, dtype=kind, device=device)
+    *planes, gradient = given.values()
+    end = graph.output(())
+    emit = Emitter(graph, end, gradient)
+    y = emit(torch.ops.hot.restored_planes.default, *planes, 4, 30, True) if restored else None
+    y = emit(aten.view.default, y if restored else emit(aten.cat.default, [gradient] * 2), [8, 256])
+    x, gate = (emit(aten.slice.Tensor, y, 1, at, at + 128) for at in (0, 128))
+    first = emit(aten.mul.Tensor, gradient, gate)
+    second = first if twice else emit(aten.mul.Tensor, emit(aten.sin.default, gradient), x)
+    joined = emit(aten.cat.default, [first, emit.cast(second, dtype)], 1)
+    end.args = ((joined,),)
+    return graph
+
+
+def test_a_glus_gradient_is_written_half_by_half():
+    """As one loop over both, it would restore for each element what either half needs."""
+    graph = glu_gradient()
+    assert join_part_by_part(graph) == 1
+    graph.lint()
+    (joined,) = graph.find_nodes(op="call_function", target=SIDE_BY_SIDE)
+    assert [part.target for part in joined.args[0]] == [aten.mul.Tensor] * 2
+    assert joined.args[1] == 1
+    assert joined.meta["val"].shape == (8, 256)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"device": "cpu"}, {"dtype": torch.bfloat16}, {"restored": False}, {"twice": True}],
+    ids=str,
+)
+def test_other_joins_stay_as_they_are(how):
+    graph = glu_gradient(**how)
+    before = str(graph)
+    assert join_part_by_part(graph) == 0
+    assert str(graph) == before
