@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import typer
 
 pytestmark = pytest.mark.slow  # three minutes of compiling what no user runs
 
@@ -204,3 +205,22 @@ def test_float8_takes_what_hardware_can(program):
     assert not step.takes_float8(layer, "head")
     assert not step.takes_float8(torch.nn.Linear(48, 10), "body")
     assert not step.takes_float8(torch.nn.Conv2d(1, 16, 3), "stem")
+
+
+def test_models_by_the_clock_stand_by_how_much_is_won(program):
+    clock = program("zoo_clock")
+    rows = [
+        clock.Row("a", 8, (10.0, 12.5), peak_bytes=(4 << 20, 2 << 20)),
+        clock.Row("b", 8, (10.0, 8.0), peak_bytes=(4 << 20, 1 << 20), first_s=(3.2, 4.1)),
+        clock.Row("c", error="it died"),
+    ]
+    head, *found = clock.lines(rows)
+    assert head[4:7] == ("speed", "peak MiB", "of stock's")
+    assert [(line[0], *line[4:]) for line in found] == [
+        ("b", "1.25", "1", "0.25", "3 -> 4"), ("a", "0.80", "2", "0.50", "0 -> 0"),
+    ]  # fmt: skip
+
+
+def test_a_model_the_zoo_has_not_is_named(program):
+    with pytest.raises(typer.BadParameter, match="timm:nothing"):
+        program("zoo_clock").main(models="timm:nothing", device="cpu")

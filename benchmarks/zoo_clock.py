@@ -1,0 +1,172 @@
+"""Steps of the zoo's models by the clock, at batches that fill a share of a device.
+
+    python benchmarks/zoo_clock.py --models transformers:phi3,transformers:qwen3,timm:davit --fill 7
+
+What ``zoo.py`` times are kernels of small batches, for which a host takes longer than its device.
+Here a model's batch is what eager PyTorch takes ``fill`` GiB for. All models compile at once, a
+process each; none is timed before all are done, and then one by one, stock and hot in turns.
+``first`` is the first step, with caches as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import zoo_models
+import zoo_others
+from report import show, write_json
+from step import compiler_settings, synchronize
+from tables import Lines
+from zoo_measure import Arm, brief
+
+from hot_compile.backend import hot
+from hot_compile.memory import peak_bytes
+from hot_compile.observing import acceptance
+
+ROUNDS, STEPS, WARM_UP = 6, 4, 60
+SMALL, MOST = 8, 2048
+"""Samples that the share is found by, and the most there may be."""
+TOKENS = 256
+
+
+@dataclass
+class Row:
+    """One model: stock's figures, then hot's."""
+
+    name: str
+    batch: int = 0
+    ms: tuple[float, float] = (0.0, 0.0)
+    host_ms: tuple[float, float] = (0.0, 0.0)
+    peak_bytes: tuple[int, int] = (0, 0)
+    first_s: tuple[float, float] = (0.0, 0.0)
+    error: str = ""
+
+
+class Timed(Arm):
+    """The model compiled in one way, and its figures."""
+
+    best = host = float("inf")
+    first = 0.0
+
+    def compile(self) -> None:
+        """The first step."""
+        begin = time.perf_counter()
+        self.step()
+        synchronize(self.device)
+        self.first = time.perf_counter() - begin
+
+    def round(self) -> None:
+        """Steps one behind the other."""
+        synchronize(self.device)
+        begin = time.perf_counter()
+        self.step()
+        self.host = min(self.host, time.perf_counter() - begin)
+        for _ in range(STEPS - 1):
+            self.step()
+        synchronize(self.device)
+        self.best = min(self.best, (time.perf_counter() - begin) / STEPS)
+
+
+def _built(name: str, batch: int, device: torch.device) -> zoo_models.Built:
+    zoo_models.scale = zoo_others.scale = lambda: (batch, TOKENS)
+    torch.manual_seed(0)
+    with device:
+        return zoo_models.every_model()[name]()
+
+
+def _batch(name: str, device: torch.device, fill: float) -> int:
+    """Samples of which a step of eager PyTorch's takes ``fill`` GiB, or eight."""
+    arm = Arm(_built(name, SMALL, device), None, device)
+    arm.step()
+    return max(SMALL, min(MOST, int(SMALL * fill * 2**30 / peak_bytes(arm.step, device))))
+
+
+def _measure(
+    name: str, device: torch.device, fill: float, options: dict[str, Any], all_done: Any, alone: Any
+) -> Row:
+    try:
+        with alone:
+            row = Row(name, _batch(name, device, fill))
+        built = _built(name, row.batch, device)
+        ours = functools.partial(hot, options=options)
+        arms = [Timed(built, backend, device) for backend in ("inductor", ours)]
+        for arm in arms:
+            arm.compile()
+        for _ in range(SMALL):
+            arms[1].step()  # it looks at some, and may compile again
+    except Exception as error:
+        all_done.wait()
+        return Row(name, error=brief(error))
+    all_done.wait()
+    with alone:
+        for _ in range(WARM_UP if device.type == "cuda" else 0):
+            arms[1].step()
+        for arm in arms:
+            arm.peak = peak_bytes(arm.step, device)
+        for _ in range(ROUNDS):
+            for arm in arms:
+                arm.round()
+    stock, own = arms
+    row.ms, row.host_ms = (1e3 * stock.best, 1e3 * own.best), (1e3 * stock.host, 1e3 * own.host)
+    row.peak_bytes, row.first_s = (stock.peak, own.peak), (stock.first, own.first)
+    return row
+
+
+def _one(
+    name: str, device: str, fill: float, options: dict[str, Any], said: Any, *shared: Any
+) -> None:
+    acceptance.LASTS = 0.0  # what steps were found to take is followed at once
+    with compiler_settings("fp32"):
+        said.put(_measure(name, torch.device(device), fill, options, *shared))
+
+
+def lines(rows: list[Row]) -> Lines:
+    """A table, models in the order of how much faster hot is."""
+    head = ("model", "batch", "stock ms", "hot ms", "speed", "peak MiB", "of stock's", "first s")
+    found = [head]
+    for row in sorted((r for r in rows if not r.error), key=lambda r: r.ms[1] / r.ms[0]):
+        (stock, own), (whole, held) = row.ms, row.peak_bytes
+        found.append((
+            row.name, str(row.batch), f"{stock:.2f}", f"{own:.2f}", f"{stock / own:.2f}",
+            f"{held >> 20}", f"{held / max(1, whole):.2f}",
+            f"{row.first_s[0]:.0f} -> {row.first_s[1]:.0f}",
+        ))  # fmt: skip
+    return found
+
+
+def main(
+    models: Annotated[str, typer.Option(help="names, with commas")],
+    device: str = "cuda",
+    fill: Annotated[float, typer.Option(help="GiB that a step by eager PyTorch takes")] = 7.0,
+    accept: Annotated[str, typer.Option(help="hot's option")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+) -> list[Row]:
+    """Time the models named."""
+    names = models.split(",")
+    if unknown := set(names) - zoo_models.every_model().keys():
+        raise typer.BadParameter(f"got {sorted(unknown)}; zoo.py run lists what there is")
+    context = multiprocessing.get_context("spawn")
+    said, shared = context.Queue(), (context.Barrier(len(names)), context.Lock())
+    options = {"accept": accept}
+    for name in names:
+        given = (name, device, fill, options, said, *shared)
+        context.Process(target=_one, args=given, daemon=True).start()
+    rows = [said.get() for _ in names]
+    show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
+    for row in (r for r in rows if r.error):
+        print(f"{row.name}: {row.error}")
+    if json_file:
+        arguments = {"fill": fill, "accept": accept}
+        write_json(json_file, torch.device(device), arguments, list(map(asdict, rows)))
+    return rows
+
+
+if __name__ == "__main__":
+    typer.run(main)
