@@ -88,43 +88,53 @@ def _batch(name: str, device: torch.device, fill: float) -> int:
     return max(SMALL, min(MOST, int(SMALL * fill * 2**30 / peak_bytes(arm.step, device))))
 
 
-def _measure(
-    name: str, device: torch.device, fill: float, options: dict[str, Any], all_done: Any, alone: Any
-) -> Row:
-    try:
-        with alone:
-            row = Row(name, _batch(name, device, fill))
-        built = _built(name, row.batch, device)
-        ours = functools.partial(hot, options=options)
-        arms = [Timed(built, backend, device) for backend in ("inductor", ours)]
-        for arm in arms:
-            arm.compile()
-        for _ in range(SMALL):
-            arms[1].step()  # it looks at some, and may compile again
-    except Exception as error:
-        all_done.wait()
-        return Row(name, error=brief(error))
-    all_done.wait()
+def _compiled(
+    row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: Any
+) -> list[Timed]:
+    """Stock's and hot's."""
     with alone:
-        for _ in range(WARM_UP if device.type == "cuda" else 0):
-            arms[1].step()
-        for arm in arms:
-            arm.peak = peak_bytes(arm.step, device)
-        for _ in range(ROUNDS):
-            for arm in arms:
-                arm.round()
-    stock, own = arms
+        row.batch = _batch(row.name, device, fill)
+    built = _built(row.name, row.batch, device)
+    ours = functools.partial(hot, options=options)
+    arms = [Timed(built, backend, device) for backend in ("inductor", ours)]
+    for arm in arms:
+        arm.compile()
+    for _ in range(SMALL):
+        arms[1].step()  # it looks at some, and may compile again
+    return arms
+
+
+def _time(row: Row, stock: Timed, own: Timed) -> None:
+    for _ in range(WARM_UP if own.device.type == "cuda" else 0):
+        own.step()
+    for arm in (stock, own):
+        arm.peak = peak_bytes(arm.step, arm.device)
+    for _ in range(ROUNDS):
+        for arm in (stock, own):
+            arm.round()
     row.ms, row.host_ms = (1e3 * stock.best, 1e3 * own.best), (1e3 * stock.host, 1e3 * own.host)
     row.peak_bytes, row.first_s = (stock.peak, own.peak), (stock.first, own.first)
-    return row
 
 
 def _one(
-    name: str, device: str, fill: float, options: dict[str, Any], said: Any, *shared: Any
-) -> None:
+    name: str, device: str, fill: float, options: dict[str, Any], said: Any, all_done: Any,
+    alone: Any,
+) -> None:  # fmt: skip
     acceptance.LASTS = 0.0  # what steps were found to take is followed at once
+    row, arms = Row(name), list[Timed]()
     with compiler_settings("fp32"):
-        said.put(_measure(name, torch.device(device), fill, options, *shared))
+        try:
+            arms = _compiled(row, torch.device(device), fill, options, alone)
+        except Exception as error:
+            row.error = brief(error)
+        all_done.wait()
+        try:
+            with alone:
+                if arms:
+                    _time(row, *arms)
+        except Exception as error:
+            row.error = brief(error)
+    said.put(row)
 
 
 def lines(rows: list[Row]) -> Lines:

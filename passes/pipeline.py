@@ -406,7 +406,7 @@ def _store(cut: Partitioned) -> int:
 
 
 def _functions(cut: Partitioned) -> int:
-    """Only where the backend lets Inductor work out long expressions in their readers' kernels."""
+    """Where something is stored: functions are worked out in each kernel that restores it."""
     if not (cut.stores and cut.context.config.exact_forms):
         return 0
     return sum(map(shorten_functions, cut.graphs))

@@ -138,8 +138,8 @@ torch.library.register_fake("hot::restored_bits")(
 
 
 @taught
-def lowered() -> None:
-    """Teach Inductor the three operators, and to keep a row at hand that is made of them."""
+def _rows_kept_at_hand() -> None:
+    """Have Inductor go once along a short row that is restored."""
     from torch._inductor.choices import InductorChoices
 
     own = InductorChoices.should_use_persistent_reduction
@@ -150,10 +150,12 @@ def lowered() -> None:
         return found or (not cooperative_reduction and _along_short_rows(features))
 
     InductorChoices.should_use_persistent_reduction = staticmethod(at_once)  # type: ignore[method-assign]
-    _operators_lowered()
 
 
-def _operators_lowered() -> None:
+@taught
+def lowered() -> None:
+    """Teach Inductor the three operators."""
+    _rows_kept_at_hand()
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
 
