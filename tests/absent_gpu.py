@@ -21,7 +21,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -103,8 +103,42 @@ def pretend(kernels: bool) -> None:
     # measurements are what a GPU would be needed for
     config.force_disable_caches, config.compile_threads = True, 1
     config.joint_graph_constant_folding = config.shape_padding = False
+    _Views.watch()
     for name in ("_compile_to_module", "compile_to_module", "compile_to_fn"):
         setattr(GraphLowering, name, functools.partialmethod(_write, kernels))
+
+
+class _Views:
+    """Views of memory that Inductor made: (buffer, its strides as the view was made)."""
+
+    made: ClassVar[list[tuple[Any, list[Any]]]] = []
+
+    @classmethod
+    def watch(cls) -> None:
+        """Note each."""
+        from torch._inductor import ir
+
+        own = ir.ReinterpretView.__post_init__
+
+        def noted(view: Any) -> None:
+            own(view)
+            base = view.data
+            while not isinstance(base, ir.Buffer):
+                base = base.data
+            cls.made.append((base, _strides(base)))
+
+        ir.ReinterpretView.__post_init__ = noted  # type: ignore[method-assign]
+
+    @classmethod
+    def stale(cls) -> list[str]:
+        """Buffers that are not laid out as a view of theirs has it; forgets all views."""
+        found = [base.name for base, strides in cls.made if _strides(base) != strides]
+        cls.made.clear()
+        return found
+
+
+def _strides(buffer: Any) -> list[Any]:
+    return list(getattr(buffer.layout, "stride", ()))
 
 
 def _write(lowering: Any, kernels: bool, *_: Any, **__: Any) -> None:
@@ -112,6 +146,7 @@ def _write(lowering: Any, kernels: bool, *_: Any, **__: Any) -> None:
     from torch._inductor.codecache import PyCodeCache
 
     code = lowering.codegen()
+    assert not (stale := _Views.stale()), f"read elsewhere than written: {stale}"
     code = code[0] if isinstance(code, tuple) else code
     for name, source in KERNEL.findall(getattr(code, "value", code)) if kernels else ():
         getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
@@ -233,13 +268,43 @@ def block() -> tuple[nn.Module, Callable[[Any], Tensor]]:
     return model, lambda forward: forward(pixels).square().mean()
 
 
+class Biased(nn.Module):
+    """Attention with a table of biases, whose gradient is summed in the order of images' channels
+    last, and read as a table: padded, its strides are settled late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(8, 49))
+        self.mix, self.project = nn.Conv2d(8, 8, 1), nn.Linear(64, 64)
+        self.register_buffer("place", torch.arange(49 * 49).view(49, 49) % 49)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as ``x`` [samples, 8, 49, 64]."""
+        q = self.project(x)
+        scores = q @ q.transpose(-1, -2) + self.table[:, self.place]
+        scores = self.mix(scores.to(memory_format=torch.channels_last)).float()
+        return self.mix(scores.softmax(-1)) @ q
+
+
+def biased() -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    """See ``Biased``; autocast would have the sum in bf16 and settle it early."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, 49, 64)
+
+    def loss(forward: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return forward(x).square().mean()
+
+    return Biased(), loss
+
+
 def main(arguments: list[str]) -> None:
-    """A line of JSON a model of the zoo, or for ``block``."""
+    """A line of JSON a model of the zoo, or for ``block``; ``biased`` by its name."""
     kernels = "--kernels" in arguments
     patterns = [part for text in arguments if text != "--kernels" for part in text.split(",")]
     pretend(kernels)
-    models: dict[str, Model] = {"block": block}
-    if patterns:
+    models: dict[str, Model] = {"block": block, "biased": biased}
+    if set(patterns) - models.keys():
         sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
         import zoo_models
         import zoo_others
