@@ -62,7 +62,11 @@ from hot_compile.passes.storage.crossers import (
 )
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.layout import mark_channels_last
-from hot_compile.passes.storage.pieces import join_part_by_part, work_out_in_pieces
+from hot_compile.passes.storage.pieces import (
+    join_part_by_part,
+    restore_once_where_spread,
+    work_out_in_pieces,
+)
 from hot_compile.passes.storage.predicted_peak import Rise, Room
 from hot_compile.passes.storage.prices import (
     LAUNCH,
@@ -416,7 +420,12 @@ def _pieces(cut: Partitioned) -> int:
     """On a GPU, where it saves reading a tensor twice; a CPU's caches hold what was just read."""
     stored = ((crosser.saved, scheme) for crosser, (scheme, _) in cut.stored.items())
     schemes = {node: scheme for node, scheme in stored if node.meta["val"].is_cuda}
-    return work_out_in_pieces(cut.forward.graph, schemes) + join_part_by_part(cut.backward.graph)
+    backward = cut.backward.graph
+    return (
+        work_out_in_pieces(cut.forward.graph, schemes)
+        + join_part_by_part(backward)
+        + restore_once_where_spread(backward)
+    )
 
 
 def _casts(cut: Partitioned) -> int:

@@ -13,6 +13,7 @@ from hot_compile.passes.storage.pieces import (
     SIDE_BY_SIDE,
     in_groups,
     join_part_by_part,
+    restore_once_where_spread,
     work_out_in_pieces,
 )
 from hot_compile.runtime import pieces
@@ -107,8 +108,8 @@ def test_the_operator_keeps_its_contract():
     torch.library.opcheck(SIDE_BY_SIDE, ([torch.randn(3, 2), torch.randn(3, 4)], 1))
 
 
-def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False):
-    """The gradient of ``x, gate = y.chunk(2, -1)``, of which y is restored."""
+def planes_and_gradient(device):
+    """(a graph, its nodes for planes of [16, 128] numbers, and for a gradient)."""
     graph, mode = fx.Graph(), FakeTensorMode()
     sizes = {"upper": (16, 32, 1), "lower": (16, 32, 1), "scale": (16, 1, 1), "gradient": (8, 128)}
     kinds = {"upper": torch.int16, "lower": torch.uint8, "scale": torch.bfloat16}
@@ -119,6 +120,12 @@ def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False)
             kind = kinds.get(name, torch.float32)
             given[name].meta["val"] = torch.empty(size, dtype=kind, device=device)
     *planes, gradient = given.values()
+    return graph, planes, gradient
+
+
+def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False):
+    """The gradient of ``x, gate = y.chunk(2, -1)``, of which y is restored."""
+    graph, planes, gradient = planes_and_gradient(device)
     end = graph.output(())
     emit = Emitter(graph, end, gradient)
     y = emit(torch.ops.hot.restored_planes.default, *planes, 4, 30, True) if restored else None
@@ -152,3 +159,53 @@ def test_other_joins_stay_as_they_are(how):
     before = str(graph)
     assert join_part_by_part(graph) == 0
     assert str(graph) == before
+
+
+def spread(device, read):
+    """``read`` of restored numbers [16, 1, 128] in bf16."""
+    graph, planes, gradient = planes_and_gradient(device)
+    end = graph.output(())
+    emit = Emitter(graph, end, gradient)
+    x = emit(torch.ops.hot.restored_planes.default, *planes, 4, 30, True)
+    x = emit(aten.view.default, x, [16, 1, 128])
+    end.args = ((read(emit, emit.cast(x, torch.bfloat16)),),)
+    return graph
+
+
+def broadcast(count):
+    return lambda emit, x: emit(aten.add.Tensor, x, emit(aten.full.default, [count, 1], 1.0, **ON))
+
+
+def put_into(emit, x):
+    whole = emit(aten.full.default, [16, 8, 128], 0.0, **ON)
+    half = emit(aten.mul.Tensor, emit(aten.select.int, x, 1, 0), 0.5)
+    return emit(aten.select_scatter.default, whole, half, 1, 3)
+
+
+ON = {"device": torch.device("cuda"), "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [broadcast(4), put_into, lambda emit, x: emit(aten.expand.default, x, [16, 9, 128])],
+    ids=["broadcast", "put into a whole", "expanded"],
+)
+def test_what_is_read_several_times_is_restored_once(read):
+    graph = spread("cuda", read)
+    (cast,) = graph.find_nodes(
+        op="call_function", target=torch.ops.prims.convert_element_type.default
+    )
+    assert restore_once_where_spread(graph) == 1
+    graph.lint()
+    (memory,) = cast.users  # in bf16
+    assert memory.target is aten.as_strided.default
+    assert memory.args == (cast, [16, 1, 128], [128, 128, 1])
+
+
+def test_what_is_read_once_or_by_a_library_is_restored_where_it_is_read():
+    def product(emit, x):
+        x = emit(aten.view.default, x, [16, 128])
+        return emit(aten.mm.default, emit(aten.permute.default, x, [1, 0]), x)
+
+    for read in (broadcast(3), product):
+        assert restore_once_where_spread(spread("cuda", read)) == 0
