@@ -19,7 +19,7 @@ from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .again import compiled_for, trains, twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
-from .config import RECIPES, HotConfig, split_options
+from .config import RECIPES, HotConfig, refuse_misplaced, split_options
 from .detached_logits import detach_logits, tied
 from .figures import code_key, graph_key, keeping
 from .frameworks import trace_past_warnings
@@ -68,7 +68,7 @@ def hot(
     inner_compile: Callable[..., Any] = compile_fx_inner,
     prices: Pricing | None = None,
     ledger: Callable[[torch.device, int], Ledger] = ledger_of,
-    **_: Any,
+    **others: Any,
 ) -> Any:
     """Compile one of Dynamo's graphs: HOT for the backward of its layers, Inductor for the rest.
 
@@ -90,11 +90,13 @@ def hot(
         ledger: of a device and a budget of its memory; by default this process's.
 
     Raises:
-        OptionError: an option is unknown or has a bad value, or a budget of memory cannot be met.
+        OptionError: an option is unknown, has a bad value, or is no part of ``options``, or a
+            budget of memory cannot be met.
         PassDisabledError: the mode or options would switch joint graph passes off.
         ProfileFormatError, ProfileMismatchError: option ``profile`` names a file that is no
             profile, or one of another model.
     """
+    refuse_misplaced(others)
     if recorder is None and observer is None and (other := stand_in()):
         return other(gm, example_inputs, mode=mode, options=options)
     trace_past_warnings()

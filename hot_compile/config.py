@@ -321,6 +321,19 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
     return ours, theirs
 
 
+def refuse_misplaced(arguments: Mapping[str, object]) -> None:
+    """Options that were given as arguments of the backend: there they would do nothing.
+
+    Raises:
+        OptionError: one of ``arguments`` has an option's name. Others may be a later Dynamo's.
+    """
+    for name in arguments:
+        if name in option_names() or name in OBJECTS:
+            expected = "options are given to torch.compile, or to the backend, as options={...}"
+            text = f"got {name!r} as an argument of the backend; {expected}."
+            raise OptionError(f"{text} Write options={{{name!r}: {arguments[name]!r}}}.")
+
+
 def _strategy_list(name: str, value: object) -> tuple[Strategy, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or not values:

@@ -31,6 +31,7 @@ from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import match
 from hot_compile.passes.layers.rewrite import rewrite
+from hot_compile.passes.layers.sums import add_as_made
 from hot_compile.passes.measure.observe import observe, observe_gradients
 from hot_compile.passes.measure.stored import storage_names
 from hot_compile.passes.option_warnings import (
@@ -428,6 +429,10 @@ def _pieces(cut: Partitioned) -> int:
     )
 
 
+def _sums(cut: Partitioned) -> int:
+    return add_as_made(cut.backward.graph)
+
+
 def _casts(cut: Partitioned) -> int:
     if cut.plan is None or not cut.context.config.exact_forms:
         return 0
@@ -471,6 +476,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("store", _store, changes=True),
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),
+    Step("sums", _sums, changes=True),
     Step("casts", _casts, changes=True),
     Step("kernels", _kernels, changes=True),
 )

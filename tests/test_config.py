@@ -1,9 +1,13 @@
 """Options: recipes, overrides, and errors that say what is valid."""
 
 import dataclasses
+import functools
 
 import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
+from hot_compile.backend import hot
 from hot_compile.config import (
     RECIPES,
     HotConfig,
@@ -11,6 +15,7 @@ from hot_compile.config import (
     Rows,
     Strategy,
     option_names,
+    refuse_misplaced,
     split_options,
 )
 from hot_compile.errors import OptionError
@@ -173,3 +178,11 @@ def test_hash_sees_every_field():
     assert changed.keys() == option_names()
     hashes = {dataclasses.replace(base, **{k: v}).stable_hash() for k, v in changed.items()}
     assert len(hashes | {base.stable_hash()}) == len(changed) + 1
+
+
+def test_options_given_as_arguments_of_the_backend_are_no_silent_nothing():
+    backend = functools.partial(hot, accept="off")
+    step = torch.compile(torch.nn.Linear(4, 4), backend=backend)
+    with pytest.raises(BackendCompilerFailed, match=r"Write options=\{'accept': 'off'\}"):
+        step(torch.randn(2, 4))
+    refuse_misplaced({"a_later_dynamos": 1})

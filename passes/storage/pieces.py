@@ -124,8 +124,9 @@ def _is_spread(value: fx.Node) -> bool:
     while waiting:
         for user in waiting.pop().users:
             whole = user.meta.get("val")
-            known = isinstance(whole, torch.Tensor) and (is_pointwise(user) or user.target in _READ)
-            if not known or user in seen:
+            if user in seen or not isinstance(whole, torch.Tensor):
+                continue
+            if not is_pointwise(user) and user.target not in _READ:
                 continue
             if whole.numel() >= _SPREAD * size:
                 return True
