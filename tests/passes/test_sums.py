@@ -56,8 +56,11 @@ def test_what_else_is_added_stays_inductors():
     assert additions(graph) == [True, False, False, False]
 
 
-@pytest.mark.parametrize("graph", [summed(3), summed(0, exact=6), summed(5, read=1)], ids=str)
+@pytest.mark.parametrize(
+    "graph", [summed(3), summed(0, exact=6), summed(5, read=1), summed(5, read=3)], ids=str
+)
 def test_short_sums_sums_of_others_and_sums_that_are_read_stay(graph):
+    """The last case is a gradient on its way: what reads the sum adds as it reads."""
     assert add_as_made(graph) == 0
 
 
