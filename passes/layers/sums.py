@@ -29,7 +29,7 @@ def add_as_made(backward: fx.Graph) -> int:
     """Rewrite sums of at least ``_LEAST`` terms, some of them ours; returns how many additions."""
     count = 0
     for last in backward.find_nodes(op="call_function", target=aten.add.Tensor):
-        if not all(reader.op == "output" for reader in through_views(last)):
+        if not _adds(last) or not all(reader.op == "output" for reader in through_views(last)):
             continue  # a sum on the way of a gradient goes into the kernel that reads it
         additions = list(_additions(last))
         ours = [node for node in additions if any(map(_is_ours, node.args))]

@@ -96,13 +96,18 @@ def restore_once_where_spread(backward: fx.Graph) -> int:
             continue
         value = _as_read(node)
         kept = value.meta["val"]
-        if kept.is_cuda and kept.is_contiguous() and _is_spread(value):
+        if kept.is_cuda and _known(kept) and kept.is_contiguous() and _is_spread(value):
             readers = list(value.users)
             read = Emitter(backward, value.next, value).from_memory(value)
             count += read is not value
             for reader in readers if read is not value else ():
                 reader.replace_input_with(value, read)
     return count
+
+
+def _known(value: torch.Tensor) -> bool:
+    """Its sizes are, as it is compiled."""
+    return all(isinstance(size, int) for size in value.shape)
 
 
 def _as_read(restored: fx.Node) -> fx.Node:
@@ -124,7 +129,7 @@ def _is_spread(value: fx.Node) -> bool:
     while waiting:
         for user in waiting.pop().users:
             whole = user.meta.get("val")
-            if user in seen or not isinstance(whole, torch.Tensor):
+            if user in seen or not isinstance(whole, torch.Tensor) or not _known(whole):
                 continue
             if not is_pointwise(user) and user.target not in _READ:
                 continue
@@ -159,8 +164,7 @@ def _kind(node: fx.Node, scheme: Scheme) -> tuple[Any, ...] | None:
         return None
     layout = _layout(node, scheme)
     plain = value.is_contiguous() and layout.cut[2] == 1
-    sized = all(isinstance(n, int) for n in value.shape)
-    return (scheme, tuple(value.shape), value.device) if plain and sized else None
+    return (scheme, tuple(value.shape), value.device) if plain and _known(value) else None
 
 
 def _layout(node: fx.Node, scheme: Scheme) -> Layout:

@@ -64,6 +64,13 @@ def test_short_sums_sums_of_others_and_sums_that_are_read_stay(graph):
     assert add_as_made(graph) == 0
 
 
+def test_a_weighed_addition_keeps_its_weight():
+    graph = summed(5)
+    last = graph.output_node().args[0][0]
+    last.kwargs = {"alpha": 2}
+    assert add_as_made(graph) == 0
+
+
 class Cell(nn.Module):
     def __init__(self):
         super().__init__()
