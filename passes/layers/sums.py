@@ -32,10 +32,9 @@ def add_as_made(backward: fx.Graph) -> int:
         if not _adds(last) or not all(reader.op == "output" for reader in through_views(last)):
             continue  # a sum on the way of a gradient goes into the kernel that reads it
         additions = list(_additions(last))
-        ours = [node for node in additions if any(map(_is_ours, node.args))]
         if len(additions) < _LEAST - 1:
             continue
-        for node in ours:
+        for node in [each for each in additions if any(map(_is_ours, each.args))]:
             added = Emitter(backward, node, node)(ADDED, *node.args)
             node.replace_all_uses_with(added)
             backward.erase_node(node)

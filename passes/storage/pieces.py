@@ -99,9 +99,9 @@ def restore_once_where_spread(backward: fx.Graph) -> int:
         if kept.is_cuda and _known(kept) and kept.is_contiguous() and _is_spread(value):
             readers = list(value.users)
             read = Emitter(backward, value.next, value).from_memory(value)
-            count += read is not value
-            for reader in readers if read is not value else ():
+            for reader in readers:
                 reader.replace_input_with(value, read)
+            count += 1
     return count
 
 
@@ -125,20 +125,19 @@ def _as_read(restored: fx.Node) -> fx.Node:
 def _is_spread(value: fx.Node) -> bool:
     """Something that Inductor fuses with it has several elements for each of its own."""
     size = value.meta["val"].numel()
-    waiting, seen = [value], {value}
-    while waiting:
-        for user in waiting.pop().users:
-            whole = user.meta.get("val")
-            if user in seen or not isinstance(whole, torch.Tensor) or not _known(whole):
-                continue
-            if not is_pointwise(user) and user.target not in _READ:
-                continue
-            if whole.numel() >= _SPREAD * size:
-                return True
-            seen.add(user)
-            if whole.numel() == size:
-                waiting.append(user)
-    return False
+
+    def readers(node: fx.Node) -> Iterator[fx.Node]:
+        if node.meta["val"].numel() == size:
+            yield from filter(_reads_element_by_element, node.users)
+
+    reached = walk([value], readers)
+    return any(node.meta["val"].numel() >= _SPREAD * size for node in reached)
+
+
+def _reads_element_by_element(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    fuses_it = is_pointwise(node) or node.target in _READ
+    return fuses_it and isinstance(value, torch.Tensor) and _known(value)
 
 
 def _worked_out_of_restored(part: fx.Node) -> bool:
