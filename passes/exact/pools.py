@@ -127,6 +127,8 @@ def _replace_backward(
 def _gather(emit: Emitter, grad_output: fx.Node, offsets: fx.Node, axes: list[_Axis]) -> fx.Node:
     """Sum, over the windows that may hold a place, of the gradients of those that chose it."""
     border = [n for a in reversed(axes) for n in (-a.reach[0], a.reach[-1])]
+    # averages of single values: Inductor writes what such windows read to memory, once
+    grad_output = emit(aten.avg_pool2d.default, grad_output, [1, 1])
     gradients = emit(aten.constant_pad_nd.default, grad_output, border, 0.0)
     choices = emit(aten.constant_pad_nd.default, offsets, border, _NOWHERE)
     device, total = value_of(offsets).device, None
