@@ -208,11 +208,12 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
     ) -> Partitioned:
         partition: Callable = self._inner or min_cut_rematerialization_partition
         rates = self._context.rates
-        keep = casts_to_keep(gm.graph, self._joint.step, rates) if way is None else way.keep
+        keep, spent = (way.keep, 0.0) if way else casts_to_keep(gm.graph, self._joint.step, rates)
         with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs, step = kwargs["num_fwd_outputs"], self._joint.step
-        return Partitioned(self._context, plan, forward, backward, outputs, step=step)
+        cut = Partitioned(self._context, plan, forward, backward, outputs, step=step)
+        return dataclasses.replace(cut, spent=spent)
 
     def _show_crossing(
         self,

@@ -22,7 +22,7 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.base.steps import Step
 from hot_compile.passes.context import Context
-from hot_compile.passes.exact.casts import cast_groups, cast_together, count_groups, count_together
+from hot_compile.passes.exact.casts import cast_together, count_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.exact.kernels import keep_themselves
@@ -45,6 +45,7 @@ from hot_compile.passes.plan import Plan, Prices, plan
 from hot_compile.passes.profile.lqs import storage_verdict
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.advance import advance
+from hot_compile.passes.storage.allowed import seconds_allowed
 from hot_compile.passes.storage.choose import (
     Asked,
     Within,
@@ -54,14 +55,9 @@ from hot_compile.passes.storage.choose import (
     worth_it,
 )
 from hot_compile.passes.storage.copies import copies_first, merge_copies
-from hot_compile.passes.storage.crossers import (
-    Crosser,
-    Judge,
-    base,
-    crossers,
-    saved_pairs,
-)
+from hot_compile.passes.storage.crossers import Crosser, Judge, base, crossers, saved_pairs
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
+from hot_compile.passes.storage.kept_inputs import keep_inputs
 from hot_compile.passes.storage.layout import mark_channels_last
 from hot_compile.passes.storage.pieces import (
     join_part_by_part,
@@ -69,11 +65,7 @@ from hot_compile.passes.storage.pieces import (
     work_out_in_pieces,
 )
 from hot_compile.passes.storage.predicted_peak import Rise, Room
-from hot_compile.passes.storage.prices import (
-    LAUNCH,
-    StoragePrice,
-    rows_seconds,
-)
+from hot_compile.passes.storage.prices import StoragePrice, rows_seconds
 from hot_compile.passes.storage.step_time import StepTime, step_time
 from hot_compile.passes.storage.store import store
 
@@ -230,6 +222,8 @@ class Partitioned:
     """How that is met, as predicted."""
     step: StepTime | None = None
     """About what a step takes as it comes, where storing is to be measured against that."""
+    spent: float = 0.0
+    """Seconds of what storing may take that making again takes."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -261,6 +255,26 @@ class Partitioned:
 def _layouts(cut: Partitioned) -> int:
     mark_channels_last(cut.forward)
     return 0
+
+
+def _inputs(cut: Partitioned) -> int:
+    """Where min-cut was free to make layers' inputs again."""
+    step, config = cut.step, cut.context.config
+    if not (cut.stores and config.recompute) or step is None or step.waits_for_host:
+        return 0
+    most = _allowed(cut) - cut.spent
+    kept, again = keep_inputs(*cut.graphs, cut.num_fwd_outputs, cut.context.rates, most)
+    cut.spent += again
+    return kept
+
+
+def _allowed(cut: Partitioned) -> float:
+    """Seconds that making again and storing may take a step in all."""
+    assert cut.plan is not None
+    assert cut.step is not None
+    won = cut.plan.seconds_won, cut.plan.seconds_won_by_forms
+    graphs = cut.graphs if cut.context.config.exact_forms else ()
+    return seconds_allowed(cut.step, *won, graphs, cut.context.rates)
 
 
 def _advance(cut: Partitioned) -> int:
@@ -304,8 +318,7 @@ def _plan_storage(cut: Partitioned) -> int:
             every = plan_storage(cut.found, config, price, won, measured, cut.asked)
             cut.chosen = every
             if cut.step is not None:
-                saved = _launches_saved(cut) if by_launch else 0.0
-                cut.chosen = worth_it(every, price, won + cut.step.slack + saved)
+                cut.chosen = worth_it(every, price, _allowed(cut) - cut.spent)
             cut.too_dear = every.keys() - cut.chosen.keys()
         else:
             _within(cut, cut.fit, price, measured)
@@ -321,18 +334,6 @@ def _plan_storage(cut: Partitioned) -> int:
             way = away(c, cut.chosen.get(c, Scheme.EXACT))
             cut.seconds[c] = (cut.seconds.get(c) or 0.0) + (way or 0.0)
     return len(cut.seconds)
-
-
-def _launches_saved(cut: Partitioned) -> float:
-    """Seconds of the host that ``casts`` is going to save the forward."""
-    if not cut.context.config.exact_forms:
-        return 0.0
-    groups = *cast_groups(cut.forward.graph), *count_groups(cut.forward.graph)
-    first = cut.context.rates_of(group[0] for group in groups)
-    known = (rates.launch if rates else 0.0 for rates in first.values())
-    return sum(
-        (len(group) - 1) * LAUNCH * launch for group, launch in zip(groups, known, strict=True)
-    )
 
 
 def _within(
@@ -470,6 +471,7 @@ OBSERVED: tuple[Step[Joint], ...] = (
 
 PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("layouts", _layouts),
+    Step("inputs", _inputs, changes=True),
     Step("advance", _advance, changes=True),
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
@@ -482,5 +484,5 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
 )
 """On the forward and the backward that min-cut made."""
 
-CROSSING = PARTITIONED[:4]
+CROSSING = PARTITIONED[:5]
 """Those of them that find out what crosses, and how it is to be stored."""

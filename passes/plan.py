@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from hot_compile.config import BASELINES, HotConfig, Strategy
-from hot_compile.passes.base.site import Site, SiteNodes, hint
+from hot_compile.passes.base.site import Site, SiteNodes, elements_of, hint
 from hot_compile.passes.cost.conv import NO_CONVOLUTIONS, backward_price
 from hot_compile.passes.cost.linear import (
     Price,
@@ -79,6 +79,11 @@ class Plan:
         """By which layers are predicted to make a step faster than exact ones do."""
         layers = sum(d.seconds_won for d in self.decisions)
         return layers + sum(f.seconds_won for f in self.forwards if f.int8)
+
+    @property
+    def seconds_won_by_forms(self) -> float:
+        """By which exact forms are."""
+        return sum(form.seconds_won for form in self.exact_forms if form.taken)
 
     @property
     def choice(self) -> tuple[tuple[object, ...], ...]:
@@ -180,7 +185,8 @@ def _decide_form(
         problem = rewritten[candidate.node]
     problem = problem or candidate.form.pays(candidate.reads, candidate.tf32)
     reason = problem or "as exact, and faster on this device"
-    return FormDecision(candidate.layer, candidate.form.name, not problem, reason)
+    seconds = 0.0 if problem else candidate.form.saves * elements_of(candidate.reads)
+    return FormDecision(candidate.layer, candidate.form.name, not problem, reason, seconds)
 
 
 def _decide(

@@ -211,6 +211,7 @@ ELSEWHERE = {
     "test_tolerance": "storage/chain",
     "test_schemes": "storage/offers",
     "test_store": "storage/crossers",
+    "test_advance": "storage/cut",
     "test_prices": "storage/choose",
     "test_budget": "storage/fit_budget storage/predicted_peak",
     "test_pack": "storage/layout coding",

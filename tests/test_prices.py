@@ -38,7 +38,7 @@ def ampere(bf16, fp32, tf32, integer, int4, transform, copy, packing):
     """Rates as ``hot-compile tune`` might find them on a GPU that queues calls."""
     exact = {"float32": fp32, "tfloat32": tf32, "bfloat16": bf16, "float16": bf16}
     base = Rates(exact, integer, int4, transform, launch=9e-6, asynchronous=True, start=4e-6)
-    return dataclasses.replace(base, copy=copy, packing=packing)
+    return dataclasses.replace(base, copy=copy, packing=packing, coding=2 * T)
 
 
 DEVICES = {
@@ -207,16 +207,17 @@ def by_scheme(graphs):
 def test_storing_costs_what_it_moves(file_of):
     """A GELU's input is packed in its kernel; a norm's rows where they are made.
 
-    Restoring them is part of whoever reads them."""
+    Restoring them is part of whoever reads them. Either is arithmetic as well."""
     rates = DEVICES["A100"]
-    graphs = predict(blocks, 64, file_of("A100"), "bf16").graphs
+    graphs = predict(blocks, 64, file_of("A100"), "bf16", options={"memory": "all"}).graphs
     found = by_scheme(graphs)
     gelu = [c for c in found["groups6"] if c.module.endswith("fc1")]
     rows = [c for c in found["rows8"] if ".norm" in c.module]
     assert gelu
     assert rows
     for c in (*gelu, *rows):
-        assert c.seconds == pytest.approx(c.bytes / rates.copy)
+        elements = c.bytes_before / getattr(torch, c.dtype).itemsize
+        assert c.seconds == pytest.approx(c.bytes / rates.copy + 2 * elements / rates.coding)
     assert all(c.seconds == 0 for c in found["exact"])
 
 
@@ -231,7 +232,7 @@ def test_what_attention_reads_is_packed_and_restored_by_kernels_of_their_own(fil
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_slower_device_stores_slower(name, found):
     """Every price is a sum of bytes over rates and of calls."""
-    rates, fields = DEVICES[name], ("copy", "packing")
+    rates, fields = DEVICES[name], ("copy", "packing", "coding")
     slow = {field: getattr(rates, field) / 2 for field in fields}
     slow |= {field: getattr(rates, field) * 2 for field in ("launch", "start")}
     pair = priced(rates), priced(dataclasses.replace(rates, **slow))
@@ -245,8 +246,8 @@ def test_a_slower_device_stores_slower(name, found):
 def test_overridden_rates_price_storing_too(file_of):
     path = file_of("A100")
     graphs = [
-        planned(one_block, path, **options)
-        for options in ({}, {"rates": {"copy": 1e10, "packing": 1e9}})
+        planned(one_block, path, memory="all", **options)
+        for options in ({}, {"rates": {"copy": 1e10, "packing": 1e9, "coding": 1e9}})
     ]
     usual, slow = (sum(c.seconds for c in crossings(g)) for g in graphs)
     assert slow > 50 * abs(usual)
@@ -432,9 +433,12 @@ def test_by_default_a_gpus_step_takes_little_longer_for_storing(file_of, name, m
 
 
 def test_what_moves_memory_only_keeps_its_dearest_exact(file_of):
-    (graph,) = predict(convolutions, 512, file_of("H100"), "bf16").graphs
+    """What is made again is cheaper by its bytes: it comes first."""
+    path = file_of("H100")
+    (graph,) = predict(convolutions, 512, path, "bf16").graphs
     assert any(c.reason == pipeline.TOO_DEAR for c in graph.crossing)
-    assert any(c.scheme != "exact" for c in graph.crossing)
+    (again,) = predict(convolutions, 512, path, "bf16", options={"recompute": False}).graphs
+    assert any(c.scheme != "exact" for c in again.crossing)
 
 
 def test_a_cpu_stores_everything_by_default(file_of):

@@ -139,4 +139,9 @@ def hint(value: IntLike | Any) -> int:
 
 def bytes_of(value: torch.Tensor) -> int:
     """Bytes of a fake tensor, symbolic sizes by hint."""
-    return math.prod(map(hint, value.shape)) * value.dtype.itemsize
+    return elements_of(value) * value.dtype.itemsize
+
+
+def elements_of(value: torch.Tensor) -> int:
+    """Elements of a fake tensor, symbolic sizes by hint."""
+    return math.prod(map(hint, value.shape))

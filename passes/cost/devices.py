@@ -63,6 +63,7 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         copy=4.2e12,
         packing=3.6e12,
+        coding=4e12,
         host_copy=50e9,  # what 16 lanes of PCIe 5 give pinned memory; below, of PCIe 4
         start=3e-6,
         idle=9e-6,
@@ -80,6 +81,7 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         copy=1.6e12,
         packing=1.4e12,
+        coding=2.3e12,
         host_copy=25e9,
         start=4e-6,
         asynchronous=True,
@@ -94,6 +96,7 @@ RATES: dict[str, Rates] = {
         launch=8e-6,
         copy=0.8e12,
         packing=0.7e12,
+        coding=2.1e12,
         host_copy=25e9,
         start=4e-6,
         asynchronous=True,
@@ -227,7 +230,8 @@ def _scaled(rates: Rates, chip: Chip | None, measured: Chip) -> Rates:
         transform=rates.transform * memory,
         copy=rates.copy * memory,
         packing=rates.packing * memory,
-        source=f"{rates.source}, times {memory:.2f} for memory and {clocks:.2f} for products",
+        coding=rates.coding * clocks,
+        source=f"{rates.source}, times {memory:.2f} for memory and {clocks:.2f} for the rest",
     )
 
 

@@ -59,6 +59,9 @@ class Rates:
     """Bytes/s of a copy, read and written."""
     packing: float = 1e12
     """Bytes/s, read and written, of a kernel that packs a tensor to bytes or restores it."""
+    coding: float = 0.0
+    """Elements/s that a kernel which does something else as well codes on its way, or restores; 0:
+    as long as ``packing`` takes longer than ``copy``."""
     host_copy: float = 0.0
     """Bytes/s of a copy to pinned host memory, or back; 0: it has no memory of its own."""
     int32_result: bool = False

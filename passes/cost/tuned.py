@@ -27,13 +27,13 @@ from hot_compile.runtime.native.providers import runtime_version, status
 
 log = logging.getLogger("hot_compile")
 
-_FORMAT = 3
+_FORMAT = 4
 _DIGITS = 4
 """Significant ones that are kept: more would be noise."""
 _ALWAYS = {"float32", "bfloat16", "float16"}
 _TABLES = ("exact", "convolution")
 _FACTS = ("int32_result", "asynchronous", "one_read")
-_MAY_BE_ZERO = ("start", "idle", "host_copy")
+_MAY_BE_ZERO = ("start", "idle", "host_copy", "coding")
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError)
 """What a file that is none of ours, or half of one, may raise."""
 

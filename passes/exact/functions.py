@@ -10,6 +10,7 @@ are ``runtime/pointwise.py``'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import fx
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.base.operators import ADDITIVE, CASTS, VIEWS, is_pointwise
+from hot_compile.passes.base.site import elements_of
+from hot_compile.passes.cost.linear import Rates
 from hot_compile.runtime.pointwise import lowered
 
 _SHORT = torch.ops.hot.short_function.default
@@ -30,19 +33,33 @@ _DEEPEST = 24
 
 def shorten_functions(graph: fx.Graph) -> int:
     """Give ``graph``'s functions their short forms in place, where they may have one; how many."""
-    count = 0
-    for target, (name, seen_beside_one) in _FORMS.items():
+    found = list(_shortened(graph)) if lowered() else []
+    for node in found:
+        emit = Emitter(graph, node, node)
+        short = emit(_SHORT, emit.cast(node.args[0], torch.float32), _FORMS[node.target][0])
+        node.replace_all_uses_with(emit.cast(short, node.meta["val"].dtype))
+        graph.erase_node(node)
+    return len(found)
+
+
+def seconds_shortened(graph: fx.Graph, rates_of: Callable[[torch.device], Rates | None]) -> float:
+    """Predicted of what short forms save: twelve instructions an element, as long as it takes to
+    code one or a little longer."""
+    total = 0.0
+    for node in _shortened(graph) if lowered() else ():
+        value = node.meta["val"]
+        rates = rates_of(value.device)
+        if rates is not None and rates.coding:
+            total += elements_of(value) / rates.coding
+    return total
+
+
+def _shortened(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What may have a short form."""
+    for target, (_, seen_beside_one) in _FORMS.items():
         for node in graph.find_nodes(op="call_function", target=target):
-            if not _applies(node) or (seen_beside_one and not all(map(_beside_one, node.users))):
-                continue
-            if not lowered():
-                return 0
-            emit = Emitter(graph, node, node)
-            short = emit(_SHORT, emit.cast(node.args[0], torch.float32), name)
-            node.replace_all_uses_with(emit.cast(short, node.meta["val"].dtype))
-            graph.erase_node(node)
-            count += 1
-    return count
+            if _applies(node) and (not seen_beside_one or all(map(_beside_one, node.users))):
+                yield node
 
 
 def _applies(node: fx.Node) -> bool:

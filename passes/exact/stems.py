@@ -114,9 +114,7 @@ def replace(graph: fx.Graph, conv: fx.Node) -> bool:
         emit = Emitter(graph, backward, backward)
         if not value_of(grad_output).is_contiguous(memory_format=torch.channels_last):
             # as blocks are: else cuDNN lays it out anew
-            grad_output = emit(
-                aten.clone.default, grad_output, memory_format=torch.channels_last
-            )
+            grad_output = emit(aten.clone.default, grad_output, memory_format=torch.channels_last)
         new = emit(CONVOLUTION_BACKWARD, grad_output, image, kernel, bias_sizes, *dense, mask)
         for part in [user for user in backward.users if user.target is operator.getitem]:
             gradient = emit(operator.getitem, new, part.args[1])

@@ -10,17 +10,16 @@ take no more than it does.
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from hot_compile.passes.base.graph import is_tangent, placeholders, returned
+from hot_compile.passes.base.graph import returned
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.crossers import Judge, base, saved_pairs
+from hot_compile.passes.storage.cut import CutEditor
 from hot_compile.passes.storage.readers import read
 
 _READERS = "readers"
@@ -35,7 +34,7 @@ def advance(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: 
 
     Returns how many tensors are saved that were recomputed before.
     """
-    cut = _CutEditor(forward, backward, num_fwd_outputs, judge)
+    cut = _Advance(forward, backward, num_fwd_outputs, judge)
     for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
         if restored.users and saved.meta["val"].is_floating_point():
             for there, later in cut.past(saved, restored):
@@ -84,19 +83,17 @@ def _made_of(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-class _CutEditor:
-    """What the forward returns for the backward, and the backward's placeholders, in step."""
+class _Advance(CutEditor):
+    """Finds what to save instead of what refuses rounding."""
 
     def __init__(
         self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge
     ) -> None:
-        self._forward, self._backward = forward, backward
-        self._user_outputs, self._judge = num_fwd_outputs, judge
-        self._unread = {n.name for n in placeholders(backward) if not n.users}
+        super().__init__(forward, backward, num_fwd_outputs)
+        self._judge = judge
         self._made = {node.name: node for node in forward.nodes}
         outputs = returned(forward)[:num_fwd_outputs]
         self._seen_by_user = {base(n) for n in outputs if isinstance(n, fx.Node)}
-        self._done = 0
 
     def past(self, saved: fx.Node, restored: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """(forward's node, backward's) to save so that ``saved`` need not stay exact.
@@ -153,43 +150,3 @@ class _CutEditor:
             if base(there) not in self._seen_by_user and not self._judge.unfit(there):
                 found.append(later)
         return found
-
-    def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> None:
-        """Return ``there`` beside ``saved``, and let it arrive where it was recomputed."""
-        name = later.name
-        later.name = f"{name}_recomputed"
-        with self._backward.inserting_before(restored):
-            arriving = self._backward.placeholder(name)
-        arriving.target = arriving.name = name
-        arriving.meta = {"val": there.meta["val"]}
-        later.replace_all_uses_with(arriving)
-        outputs: list[Any] = []
-        for place, value in enumerate(returned(self._forward)):
-            is_slot = value is saved and place >= self._user_outputs
-            outputs += [there, value] if is_slot else [value]
-        self._forward.output_node().args = (tuple(outputs),)
-        self._done += 1
-
-    def finish(self) -> int:
-        """Drop what nobody in the backward reads any more; how many tensors were added."""
-        if not self._done:
-            return 0
-        self._backward.eliminate_dead_code()
-        dead = {n for n in placeholders(self._backward) if not n.users and not is_tangent(n)}
-        dead = {n for n in dead if n.name not in self._unread}
-        names = {n.name for n in dead}
-        for node in dead:
-            self._backward.erase_node(node)
-        outputs = returned(self._forward)
-        seen, saved = outputs[: self._user_outputs], outputs[self._user_outputs :]
-        saved = [v for v in saved if not (isinstance(v, fx.Node) and v.name in names)]
-        output = self._forward.output_node()
-        output.args = ((*seen, *saved),)
-        if "desc" in output.meta:
-            described = list(output.meta["desc"])[: self._user_outputs]
-            described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
-            output.meta["desc"] = described
-        self._forward.eliminate_dead_code()
-        for graph in (self._forward, self._backward):
-            graph.lint()
-        return self._done

@@ -19,21 +19,26 @@ from hot_compile.passes.exact.casts import CAST
 from hot_compile.passes.storage.prices import readers
 from hot_compile.passes.storage.step_time import StepTime
 
+_SHARE = 1 / 3
+
 
 def casts_to_keep(
     graph: fx.Graph, step: StepTime | None, rates_of: Callable[[torch.device], Rates | None]
-) -> list[str]:
-    """Names of a joint graph's casts to keep: all but what fits into a step's slack."""
+) -> tuple[list[str], float]:
+    """Names of a joint graph's casts to keep, and the seconds that making the others takes.
+
+    They are the dearest by the bytes that they free: a third of a step's slack is theirs.
+    """
     if step is None:
-        return []
+        return [], 0.0
     seconds = {node: _seconds(node, rates_of) for node in _made_again(graph)}
     left, kept = sum(seconds.values()), []
     for node in sorted(seconds, key=lambda each: -seconds[each]):
-        if left <= step.slack:
+        if left <= _SHARE * step.slack:
             break
         left -= seconds[node]
         kept.append(node.name)
-    return kept
+    return kept, left
 
 
 def _made_again(graph: fx.Graph) -> list[fx.Node]:

@@ -1,9 +1,12 @@
 """What storing a crossing tensor costs a step, in seconds more than leaving it as it is.
 
 Where a kernel of Inductor's makes or reads the tensor, packing or restoring is part of it: what is
-packed is written besides, and what is restored is read in fewer bytes, which its arithmetic uses
-up. Elsewhere either is a kernel of its own, which reads and writes both. That the forward need not
+packed is written besides, what is restored is read in fewer bytes, and either takes arithmetic.
+Elsewhere either is a kernel of its own, which reads and writes both. That the forward need not
 write the whole tensor is not counted: it is mostly written for the forward's own readers as well.
+
+Of a Qwen3 (H100, two layers) 756 MiB took 0.25 ms of its kernels' 8, of a ConvMixer 1860 MiB 2.26
+of 32: 0.30 and 2.3 by these prices, 0.10 and 1.8 by bytes alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor, fx
 from hot_compile.passes.base.graph import aten, strip
 from hot_compile.passes.base.operators import CASTS, REDUCTIONS, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
-from hot_compile.passes.base.site import bytes_of
+from hot_compile.passes.base.site import bytes_of, elements_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.storage.crossers import Crosser
 
@@ -38,14 +41,14 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     """Predicted time of packing and restoring ``crosser``, less what exact storage takes."""
     if scheme is Scheme.EXACT:
         return 0.0
-    whole, held = held_bytes(crosser, scheme)
+    (whole, held), elements = held_bytes(crosser, scheme), elements_of(crosser.saved.meta["val"])
     alone = (whole + held) / rates.packing
     alone += rates.start if rates.asynchronous else rates.launch
     packed, restored = alone, alone
     if _packed_by_another(crosser, scheme, rates):
-        packed = held / rates.copy + _arithmetic(whole + held, rates)
+        packed = held / rates.copy + _arithmetic(whole + held, elements, rates)
     if restored_by_readers(crosser, scheme, rates):
-        restored = _read_less(whole, held, rates)
+        restored = _read_less(whole, held, elements, rates)
     if scheme.spec.around:  # its mean is found by a kernel that reads all of it
         packed += whole / rates.copy + rates.start
     if scheme.spec.unit is Unit.CHANNEL:
@@ -77,22 +80,22 @@ def host_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float | None
 
 def rows_seconds(value: Tensor, rates: Rates) -> float:
     """What storing ``value`` in 8 bits costs at least: between kernels that pack and restore it."""
-    whole = bytes_of(value)
-    held = whole // value.dtype.itemsize
-    packed = held / rates.copy + _arithmetic(whole + held, rates)
-    return packed + _read_less(whole, held, rates)
+    whole, held = bytes_of(value), elements_of(value)
+    packed = held / rates.copy + _arithmetic(whole + held, held, rates)
+    return packed + _read_less(whole, held, held, rates)
 
 
-def _arithmetic(moved: int, rates: Rates) -> float:
-    """What packing takes longer than moving as many bytes; on a GPU it does so while it waits."""
-    if rates.asynchronous:
-        return 0.0
+def _arithmetic(moved: int, elements: int, rates: Rates) -> float:
+    """What packing takes longer than moving as many bytes."""
+    if rates.coding:
+        return elements / rates.coding
     return moved * max(0.0, 1 / rates.packing - 1 / rates.copy)
 
 
-def _read_less(whole: int, held: int, rates: Rates) -> float:
-    """A reader that restores on its way. It was never seen to get faster by it."""
-    return max(0.0, (held - whole) / rates.copy + _arithmetic(whole + held, rates))
+def _read_less(whole: int, held: int, elements: int, rates: Rates) -> float:
+    """A reader that restores on its way. A GPU's was never seen to get faster by reading less."""
+    less = 0.0 if rates.coding else (held - whole) / rates.copy
+    return max(0.0, less + _arithmetic(whole + held, elements, rates))
 
 
 def held_bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Casts of weights that a backward keeps."""
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,17 +37,17 @@ def joint(count=4):
 
 
 def kept(slack, graph):
-    return casts_to_keep(graph, StepTime(slack / SLACK, 0.0, False), lambda _: RATE)
+    return casts_to_keep(graph, StepTime(3 * slack / SLACK, 0.0, False), lambda _: RATE)
 
 
-def test_as_many_are_kept_as_would_take_more_than_a_steps_slack():
+def test_as_many_are_kept_as_would_take_more_than_a_third_of_a_steps_slack():
     graph, (_, *again) = joint()
-    assert kept(3.1 * EACH, graph) == []
-    assert kept(1.5 * EACH, graph) == again[:2]
-    assert kept(0.1 * EACH, graph) == again
+    assert kept(3.1 * EACH, graph) == ([], pytest.approx(3 * EACH))
+    assert kept(1.5 * EACH, graph) == (again[:2], pytest.approx(EACH))
+    assert kept(0.1 * EACH, graph) == (again, 0.0)
 
 
 def test_where_nothing_is_known_of_times_none_is():
     graph, _ = joint()
-    assert casts_to_keep(graph, None, lambda _: RATE) == []
-    assert casts_to_keep(graph, StepTime(0.0, 0.0, False), lambda _: None) == []
+    assert casts_to_keep(graph, None, lambda _: RATE) == ([], 0.0)
+    assert casts_to_keep(graph, StepTime(0.0, 0.0, False), lambda _: None) == ([], 0.0)

@@ -36,7 +36,7 @@ def test_the_order_is_written_down():
         "rewrite", "forwards", "exact_forms", "copies",
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
-        "layouts", "advance", "crossers", "plan_storage", "store",
+        "layouts", "inputs", "advance", "crossers", "plan_storage", "store",
         "functions", "pieces", "sums", "casts", "kernels",
     ]  # fmt: skip
     for steps in (pipeline.JOINT, pipeline.OBSERVED):
@@ -91,7 +91,7 @@ def test_torch_logs_shows_every_step(traced):
     log, _ = traced
     assert "hot: joint.rewrite: 2 in" in log
     assert "hot: joint: match 2, candidates 0, price 1, plan 2" in log
-    assert "hot: partitioned: layouts 0, advance" in log
+    assert "hot: partitioned: layouts 0, inputs 0, advance" in log
 
 
 def test_tlparse_finds_graphs_plan_and_steps(traced):

@@ -1,0 +1,47 @@
+"""How long storing, and making again what is not stored, may take a step.
+
+What layers on integers and exact forms win pays for it, and a share of the step comes on top
+(``step_time.SLACK``). So a step is as long as stock's, by prediction, to within that share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from hot_compile.passes.cost.linear import Rates
+from hot_compile.passes.exact.casts import cast_groups, count_groups
+from hot_compile.passes.exact.functions import seconds_shortened
+from hot_compile.passes.storage.prices import LAUNCH
+from hot_compile.passes.storage.step_time import StepTime
+
+
+def seconds_allowed(
+    step: StepTime,
+    won: float,
+    won_by_forms: float,
+    graphs: Iterable[fx.Graph],
+    rates_of: Callable[[torch.device], Rates | None],
+) -> float:
+    """In all.
+
+    Args:
+        step: as it comes.
+        won, won_by_forms: seconds by which layers and exact forms make it shorter.
+        graphs: forward and backward where what has a shorter form takes it; else none.
+        rates_of: a device's.
+    """
+    if step.waits_for_host:
+        return won + step.slack + sum(_launches_saved(graph, rates_of) for graph in graphs)
+    return won + step.slack + won_by_forms + sum(seconds_shortened(g, rates_of) for g in graphs)
+
+
+def _launches_saved(graph: fx.Graph, rates_of: Callable[[torch.device], Rates | None]) -> float:
+    """Seconds of the host that casts and counters take less together."""
+    total = 0.0
+    for group in (*cast_groups(graph), *count_groups(graph)):
+        rates = rates_of(group[0].meta["val"].device)
+        total += (len(group) - 1) * LAUNCH * rates.launch if rates else 0.0
+    return total

@@ -1,0 +1,60 @@
+"""Moves the cut between a forward and a backward: saves what the backward would make again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+from hot_compile.passes.base.graph import is_tangent, placeholders, returned
+
+
+class CutEditor:
+    """What the forward returns for the backward, and the backward's placeholders, in step."""
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> None:
+        self._forward, self._backward = forward, backward
+        self._user_outputs = num_fwd_outputs
+        self._unread = {n.name for n in placeholders(backward) if not n.users}
+        self._done = 0
+
+    def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> None:
+        """Return ``there`` beside ``saved``, and let it arrive where it was recomputed."""
+        name = later.name
+        later.name = f"{name}_recomputed"
+        with self._backward.inserting_before(restored):
+            arriving = self._backward.placeholder(name)
+        arriving.target = arriving.name = name
+        arriving.meta = {"val": there.meta["val"]}
+        later.replace_all_uses_with(arriving)
+        outputs: list[Any] = []
+        for place, value in enumerate(returned(self._forward)):
+            is_slot = value is saved and place >= self._user_outputs
+            outputs += [there, value] if is_slot else [value]
+        self._forward.output_node().args = (tuple(outputs),)
+        self._done += 1
+
+    def finish(self) -> int:
+        """Drop what nobody in the backward reads any more; how many tensors were added."""
+        if not self._done:
+            return 0
+        self._backward.eliminate_dead_code()
+        dead = {n for n in placeholders(self._backward) if not n.users and not is_tangent(n)}
+        dead = {n for n in dead if n.name not in self._unread}
+        names = {n.name for n in dead}
+        for node in dead:
+            self._backward.erase_node(node)
+        outputs = returned(self._forward)
+        seen, saved = outputs[: self._user_outputs], outputs[self._user_outputs :]
+        saved = [v for v in saved if not (isinstance(v, fx.Node) and v.name in names)]
+        output = self._forward.output_node()
+        output.args = ((*seen, *saved),)
+        if "desc" in output.meta:
+            described = list(output.meta["desc"])[: self._user_outputs]
+            described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
+            output.meta["desc"] = described
+        self._forward.eliminate_dead_code()
+        for graph in (self._forward, self._backward):
+            graph.lint()
+        return self._done
