@@ -101,7 +101,7 @@ def peak_budget(name: str, value: object) -> str | None:
 
 RATE_NAMES = (
     *("float32", "bfloat16", "float16", "integer", "int4"),
-    *("transform", "launch", "copy", "packing", "coding", "host_copy"),
+    *("transform", "launch", "copy", "packing", "coding", "power", "host_copy"),
 )
 """What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
 

@@ -64,6 +64,7 @@ RATES: dict[str, Rates] = {
         copy=4.2e12,
         packing=3.6e12,
         coding=4e12,
+        power=0.16,
         host_copy=50e9,  # what 16 lanes of PCIe 5 give pinned memory; below, of PCIe 4
         start=3e-6,
         idle=9e-6,

@@ -27,6 +27,7 @@ PACKING = sympy.Rational(3, 2)
 """Bytes moved to pack an INT8 value two to a byte."""
 _AT_ONCE = 1e9
 """Times as fast as it is, a device takes next to no time; which of its rates is higher stays."""
+_SIXTEEN_BITS = ("bfloat16", "float16")
 _MOST_ROWS = 2**24
 """More than any step has."""
 
@@ -62,6 +63,9 @@ class Rates:
     coding: float = 0.0
     """Elements/s that a kernel which does something else as well codes on its way, or restores; 0:
     as long as ``packing`` takes longer than ``copy``."""
+    power: float = 0.0
+    """What 16-bit products cost a step beyond their own time, as a share of it: what they draw
+    slows down all of a step, where integer products let it run at a higher clock."""
     host_copy: float = 0.0
     """Bytes/s of a copy to pinned host memory, or back; 0: it has no memory of its own."""
     int32_result: bool = False
@@ -445,6 +449,8 @@ class Price:
 def layer_price(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> Price:
     """Of a Linear's backward."""
     exact = seconds(exact_backward(how), rates, dtype)
+    if dtype in _SIXTEEN_BITS:
+        exact *= 1 + rates.power
     ours = seconds(layer_cost(strategy, how), rates, dtype)
     return Price(exact, ours, shape.numbers, shape.rows)
 

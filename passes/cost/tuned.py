@@ -33,7 +33,7 @@ _DIGITS = 4
 _ALWAYS = {"float32", "bfloat16", "float16"}
 _TABLES = ("exact", "convolution")
 _FACTS = ("int32_result", "asynchronous", "one_read")
-_MAY_BE_ZERO = ("start", "idle", "host_copy", "coding")
+_MAY_BE_ZERO = ("start", "idle", "host_copy", "coding", "power")
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError)
 """What a file that is none of ours, or half of one, may raise."""
 
