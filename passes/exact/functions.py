@@ -35,8 +35,8 @@ def shorten_functions(graph: fx.Graph) -> int:
     """Give ``graph``'s functions their short forms in place, where they may have one; how many."""
     found = list(_shortened(graph)) if lowered() else []
     for node in found:
-        emit = Emitter(graph, node, node)
-        short = emit(_SHORT, emit.cast(node.args[0], torch.float32), _FORMS[node.target][0])
+        emit, argument = Emitter(graph, node, node), node.all_input_nodes[0]
+        short = emit(_SHORT, emit.cast(argument, torch.float32), _FORMS[node.target][0])
         node.replace_all_uses_with(emit.cast(short, node.meta["val"].dtype))
         graph.erase_node(node)
     return len(found)
