@@ -42,6 +42,7 @@ NAMES = {
     "llama8b-fsdp2": "Llama-8B's dimensions, 4 layers, 2 × 2048, FSDP2",
     "llama8b-fsdp2-checkpointed": "the same, checkpointed",
     "llama-titan": "Llama 6 × 2048, `model.compile` a block, as torchtitan",
+    "llama-titan-checkpointed": "torchtitan's way, checkpointed",
     "llama-tp": "Llama 6 × 2048, tensor parallelism of two",
     "llama-fsdp2-tp": "the same mesh's other way: FSDP2 of two, one part",
     "vit-b-ddp": "ViT-B/16, DDP, 96 a GPU",

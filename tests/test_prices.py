@@ -108,7 +108,7 @@ def rewritten(graphs):
         ("RTX 4090, full rate", "ViT", 8),
         ("H100", "ViT", None),
         ("H100", "Llama", None),
-        ("H200", "Llama", 8),  # its kernels took 216 us, exact ones 202, which draw more power
+        ("H200", "Llama", 8),  # its kernels took 216 us, exact ones 202; they draw more power
         ("H200", "MLP", 8),
         ("CPU without VNNI", "ViT", None),
         ("CPU without VNNI", "Llama", None),

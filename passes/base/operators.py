@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims  # noqa: F401  (registers prims.fma, where torch has it)
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -4,6 +4,8 @@ Samples are torch's own of each operator (OpInfo); what a module's function call
 """
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -334,3 +336,10 @@ def test_what_moves_values_is_in_the_table():
         except (RuntimeError, IndexError):  # it wants values that mean something
             continue
     assert not missing - LEFT_ALONE.keys()
+
+
+def test_the_table_does_not_depend_on_what_was_imported_before():
+    """Inductor registers ``prims.fma``; where the table was imported first, it lacked that."""
+    found = "import hot_compile.passes.base.operators as table; print(bool(table.FUSED))"
+    said = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == str(bool(table.FUSED))
