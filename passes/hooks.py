@@ -213,7 +213,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs, step = kwargs["num_fwd_outputs"], self._joint.step
         cut = Partitioned(self._context, plan, forward, backward, outputs, step=step)
-        return dataclasses.replace(cut, spent=spent)
+        by_user = self._inner is not None or functorch_config.activation_memory_budget < 1
+        return dataclasses.replace(cut, spent=spent, by_user=by_user)
 
     def _show_crossing(
         self,

@@ -224,6 +224,8 @@ class Partitioned:
     """About what a step takes as it comes, where storing is to be measured against that."""
     spent: float = 0.0
     """Seconds of what storing may take that making again takes."""
+    by_user: bool = False
+    """What is made again is what the user wants: by a partitioner or a budget of torch's."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -260,7 +262,9 @@ def _layouts(cut: Partitioned) -> int:
 def _inputs(cut: Partitioned) -> int:
     """Where min-cut was free to make layers' inputs again."""
     step, config = cut.step, cut.context.config
-    if not (cut.stores and config.recompute) or step is None or step.waits_for_host:
+    if cut.by_user or not (cut.stores and config.recompute):
+        return 0
+    if step is None or step.waits_for_host:
         return 0
     most = _allowed(cut) - cut.spent
     kept, again = keep_inputs(*cut.graphs, cut.num_fwd_outputs, cut.context.rates, most)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from samples_storage import Block
 from torch import fx, nn
+from torch._functorch import config as functorch_config
 from typer.testing import CliRunner
 
 from hot_compile import explain
@@ -439,6 +440,18 @@ def test_what_moves_memory_only_keeps_its_dearest_exact(file_of):
     assert any(c.reason == pipeline.TOO_DEAR for c in graph.crossing)
     (again,) = predict(convolutions, 512, path, "bf16", options={"recompute": False}).graphs
     assert any(c.scheme != "exact" for c in again.crossing)
+
+
+def test_what_a_user_has_made_again_is_not_kept_for_the_time_it_takes(file_of, monkeypatch):
+    """A budget of torch's says what to make again; then prices do not."""
+    asked, path = [], file_of("H100")
+    monkeypatch.setattr(pipeline, "keep_inputs", lambda *_: asked.append(None) or (0, 0.0))
+    predict(convolutions, 64, path, "bf16")
+    assert asked
+    asked.clear()
+    with functorch_config.patch(activation_memory_budget=0.9):
+        predict(convolutions, 64, path, "bf16")
+    assert not asked
 
 
 def test_a_cpu_stores_everything_by_default(file_of):

@@ -6,7 +6,7 @@ What layers on integers and exact forms win pays for it, and a share of the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ def seconds_allowed(
     step: StepTime,
     won: float,
     won_by_forms: float,
-    graphs: Iterable[fx.Graph],
+    graphs: Sequence[fx.Graph],
     rates_of: Callable[[torch.device], Rates | None],
 ) -> float:
     """In all.
@@ -34,12 +34,12 @@ def seconds_allowed(
         rates_of: a device's.
     """
     if step.waits_for_host:
-        return won + step.slack + sum(_launches_saved(graph, rates_of) for graph in graphs)
+        return won + step.slack + sum(_launches_saved(graph, rates_of) for graph in graphs[:1])
     return won + step.slack + won_by_forms + sum(seconds_shortened(g, rates_of) for g in graphs)
 
 
 def _launches_saved(graph: fx.Graph, rates_of: Callable[[torch.device], Rates | None]) -> float:
-    """Seconds of the host that casts and counters take less together."""
+    """Seconds of the host that a forward's casts and counters take less together."""
     total = 0.0
     for group in (*cast_groups(graph), *count_groups(graph)):
         rates = rates_of(group[0].meta["val"].device)

@@ -20,15 +20,13 @@ from hot_compile.passes.storage.prices import readers
 from hot_compile.passes.storage.step_time import StepTime
 
 _SHARE = 1 / 3
+"""Of a step's slack: casts are the dearest of what it pays for, by the bytes that they free."""
 
 
 def casts_to_keep(
     graph: fx.Graph, step: StepTime | None, rates_of: Callable[[torch.device], Rates | None]
 ) -> tuple[list[str], float]:
-    """Names of a joint graph's casts to keep, and the seconds that making the others takes.
-
-    They are the dearest by the bytes that they free: a third of a step's slack is theirs.
-    """
+    """Names of a joint graph's casts to keep, and the seconds that making the others takes."""
     if step is None:
         return [], 0.0
     seconds = {node: _seconds(node, rates_of) for node in _made_again(graph)}
