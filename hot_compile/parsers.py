@@ -103,7 +103,8 @@ RATE_NAMES = (
     *("float32", "bfloat16", "float16", "integer", "int4"),
     *("transform", "launch", "copy", "packing", "coding", "power", "host_copy"),
 )
-"""What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, seconds per call."""
+"""What ``rates`` may override: FLOP/s by dtype, OP/s, bytes/s, elements/s (``coding``), seconds per
+call, a share (``power``)."""
 
 
 def rates(name: str, value: object) -> tuple[tuple[str, float], ...]:

@@ -212,9 +212,9 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs, step = kwargs["num_fwd_outputs"], self._joint.step
-        cut = Partitioned(self._context, plan, forward, backward, outputs, step=step)
         by_user = self._inner is not None or functorch_config.activation_memory_budget < 1
-        return dataclasses.replace(cut, spent=spent, by_user=by_user)
+        graphs = forward, backward, outputs
+        return Partitioned(self._context, plan, *graphs, step=step, spent=spent, by_user=by_user)
 
     def _show_crossing(
         self,

@@ -15,10 +15,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import returned
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of, hint
-from hot_compile.passes.storage.crossers import Judge, base, saved_pairs
+from hot_compile.passes.storage.crossers import Judge, base, saved_pairs, seen_by_user
 from hot_compile.passes.storage.cut import CutEditor
 from hot_compile.passes.storage.readers import read
 
@@ -92,8 +91,7 @@ class _Advance(CutEditor):
         super().__init__(forward, backward, num_fwd_outputs)
         self._judge = judge
         self._made = {node.name: node for node in forward.nodes}
-        outputs = returned(forward)[:num_fwd_outputs]
-        self._seen_by_user = {base(n) for n in outputs if isinstance(n, fx.Node)}
+        self._seen_by_user = seen_by_user(forward, num_fwd_outputs)
 
     def past(self, saved: fx.Node, restored: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """(forward's node, backward's) to save so that ``saved`` need not stay exact.

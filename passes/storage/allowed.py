@@ -6,7 +6,7 @@ What layers on integers and exact forms win pays for it, and a share of the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -36,6 +36,18 @@ def seconds_allowed(
     if step.waits_for_host:
         return won + step.slack + sum(_launches_saved(graph, rates_of) for graph in graphs[:1])
     return won + step.slack + won_by_forms + sum(seconds_shortened(g, rates_of) for g in graphs)
+
+
+def dearest(seconds: Mapping[fx.Node, float], most: float) -> tuple[list[fx.Node], float]:
+    """Those to leave out, the dearest first, so that the rest takes at most ``most``; and what it
+    takes."""
+    left, out = sum(seconds.values()), list[fx.Node]()
+    for node in sorted(seconds, key=lambda each: -seconds[each]):
+        if left <= most:
+            break
+        left -= seconds[node]
+        out.append(node)
+    return out, left
 
 
 def _launches_saved(graph: fx.Graph, rates_of: Callable[[torch.device], Rates | None]) -> float:

@@ -233,7 +233,7 @@ def saved_pairs(
     ``given``: inputs that count as well.
     """
     outputs = returned(forward)
-    seen_by_user = {base(n) for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)}
+    shown = seen_by_user(forward, num_fwd_outputs)
     arriving = {n.name: n for n in placeholders(backward)}
     return [
         (node, arriving[node.name])
@@ -242,8 +242,14 @@ def saved_pairs(
         and node.name in arriving
         and isinstance(node.meta.get("val"), torch.Tensor)
         and (base(node).op != "placeholder" or node in given)
-        and base(node) not in seen_by_user
+        and base(node) not in shown
     ]
+
+
+def seen_by_user(forward: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:
+    """Whose memory the user gets."""
+    outputs = returned(forward)[:num_fwd_outputs]
+    return {base(n) for n in outputs if isinstance(n, fx.Node)}
 
 
 def base(node: fx.Node) -> fx.Node:

@@ -16,6 +16,7 @@ from hot_compile.passes.base.graph import made_of_tangents, value_of
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.exact.casts import CAST
+from hot_compile.passes.storage.allowed import dearest
 from hot_compile.passes.storage.prices import readers
 from hot_compile.passes.storage.step_time import StepTime
 
@@ -30,13 +31,8 @@ def casts_to_keep(
     if step is None:
         return [], 0.0
     seconds = {node: _seconds(node, rates_of) for node in _made_again(graph)}
-    left, kept = sum(seconds.values()), []
-    for node in sorted(seconds, key=lambda each: -seconds[each]):
-        if left <= _SHARE * step.slack:
-            break
-        left -= seconds[node]
-        kept.append(node.name)
-    return kept, left
+    kept, left = dearest(seconds, _SHARE * step.slack)
+    return [node.name for node in kept], left
 
 
 def _made_again(graph: fx.Graph) -> list[fx.Node]:

@@ -7,7 +7,7 @@ from torch import fx
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.cost.devices import RATES
-from hot_compile.passes.storage.allowed import seconds_allowed
+from hot_compile.passes.storage.allowed import dearest, seconds_allowed
 from hot_compile.passes.storage.prices import LAUNCH
 from hot_compile.passes.storage.step_time import StepTime
 
@@ -46,3 +46,12 @@ def test_where_a_step_waits_for_its_host_launches_count():
     step = StepTime(0.1, 1.0, waits=True)
     assert allowed(step, (), won=2.0, forms=3.0) == pytest.approx(step.slack + 2.0)
     assert allowed(step, [gelu("cuda")]) == pytest.approx(step.slack + LAUNCH * RATE.launch)
+
+
+def test_the_dearest_are_left_out_until_the_rest_fits():
+    graph = fx.Graph()
+    a, b, c = (graph.placeholder(name) for name in "abc")
+    seconds = {a: 1.0, b: 4.0, c: 2.0}
+    assert dearest(seconds, 7.0) == ([], 7.0)
+    assert dearest(seconds, 3.0) == ([b], 3.0)
+    assert dearest(seconds, 0.5) == ([b, c, a], 0.0)
