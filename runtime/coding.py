@@ -94,10 +94,10 @@ def _joined(
 
 def _tensors(like: Tensor) -> tuple[Number, Number, Bits]:
     def number(value: float) -> Tensor:
-        return like.new_tensor(value, dtype=torch.float32)
+        return like.new_full((), value, dtype=torch.float32)
 
     def whole(value: float) -> Tensor:
-        return like.new_tensor(value, dtype=torch.int32)
+        return like.new_full((), value, dtype=torch.int32)
 
     return number, whole, lambda t: t.view(torch.int32)
 

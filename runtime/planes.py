@@ -115,7 +115,7 @@ def _bits_of(dtype: torch.dtype) -> int:
 
 def _pieces(like: Tensor, count: int) -> tuple[Tensor, Number]:
     piece = torch.arange(count, dtype=torch.int32, device=like.device).view(count, 1, 1)
-    return piece, piece.new_tensor
+    return piece, functools.partial(piece.new_full, ())
 
 
 def _fake(plane: Tensor, pieces: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -69,15 +69,17 @@ def low_pass(t: Tensor, rank: int) -> Tensor:
     blocks = -(-t.shape[0] // HADAMARD_ORDER)
     padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * HADAMARD_ORDER - t.shape[0]))
     grouped = padded.reshape(blocks, HADAMARD_ORDER, t.shape[1]).transpose(1, 2)
-    kept = hadamard(grouped)[..., sorted(low_pass_order()[:rank])]
-    return kept.transpose(1, 2).reshape(blocks * rank, t.shape[1])
+    transformed = hadamard(grouped)
+    kept = torch.stack([transformed[..., place] for place in sorted(low_pass_order()[:rank])], 1)
+    return kept.reshape(blocks * rank, t.shape[1])
 
 
 def low_pass_expand(t: Tensor, rank: int, rows: int) -> Tensor:
     """Transpose of ``low_pass``: [blocks * rank, C] back to ``rows`` rows."""
     blocks = t.shape[0] // rank
     full = t.new_zeros(blocks, HADAMARD_ORDER, t.shape[1])
-    full[:, sorted(low_pass_order()[:rank])] = t.reshape(blocks, rank, t.shape[1])
+    for number, place in enumerate(sorted(low_pass_order()[:rank])):
+        full[:, place] = t.reshape(blocks, rank, t.shape[1])[:, number]
     back = hadamard(full.transpose(1, 2)).transpose(1, 2)
     return back.reshape(blocks * HADAMARD_ORDER, t.shape[1])[:rows]
 

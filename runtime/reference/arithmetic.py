@@ -44,7 +44,7 @@ def scale_of(absmax: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     A granule that holds inf or NaN gets scale NaN and reciprocal 0: its integers are 0 and whatever
     is computed from it is NaN, as exact training would make it non-finite.
     """
-    qmax = torch.tensor(float(2 ** (bits - 1) - 1), dtype=torch.float32, device=absmax.device)
+    qmax = absmax.new_full((), 2 ** (bits - 1) - 1, dtype=torch.float32)
     usable = (absmax >= TINY) & (absmax < float("inf"))
     safe = torch.where(usable, absmax, 1.0)
     zero, nan = torch.zeros_like(absmax), torch.full_like(absmax, float("nan"))

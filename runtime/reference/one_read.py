@@ -53,9 +53,7 @@ def one_read_scale_of(absmax: Tensor) -> tuple[Tensor, Tensor]:
     usable = (absmax >= ONE_READ_TINY) & (absmax < float("inf"))
     safe = torch.where(usable, absmax, 1.0)
     zero, nan = torch.zeros_like(absmax), torch.full_like(absmax, float("nan"))
-    qmax, fixed = (
-        torch.tensor(v, dtype=torch.float32, device=absmax.device) for v in (127.0, 32512.0)
-    )
+    qmax, fixed = (absmax.new_full((), v, dtype=torch.float32) for v in (127.0, 32512.0))
     scale = torch.where(usable, safe / qmax, torch.where(absmax < ONE_READ_TINY, zero, nan))
     return scale, torch.where(usable, fixed / safe, zero)
 

@@ -34,7 +34,7 @@ def compress_int8(x: Tensor, rank: int, tokens: int) -> tuple[Tensor, Tensor]:
     values = pad_rows(values, tiles * tile).t().reshape(x.shape[1], tiles, tile)
     absmax = values.abs().amax(2)
     usable = (absmax >= TINY) & (absmax < float("inf"))
-    qmax = torch.tensor(127.0, dtype=torch.float32, device=x.device)
+    qmax = absmax.new_full((), 127.0, dtype=torch.float32)
     outward = bf16_outward(torch.where(usable, absmax / qmax, 0.0), up=True)
     scale = torch.where(usable | (absmax < TINY), outward, float("nan"))
     reciprocal = torch.where(usable, 1.0 / torch.where(usable, scale.float(), 1.0), 0.0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hot_compile.runtime import reference
+from hot_compile.passes.layers import baselines  # noqa: F401  (operators)
+from hot_compile.runtime import coding, planes, reference  # noqa: F401
 from hot_compile.runtime.native import build
 from hot_compile.runtime.reference.arithmetic import hadamard, transform_rows
 from hot_compile.runtime.reference.one_read import one_read_scale_of
@@ -101,6 +102,36 @@ def test_cuda_graph_replays_on_new_data(backward):
             tensor.copy_(fresh)
         graph.replay()
         check_equal(captured, backward(*operands))
+
+
+def coded(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """What uncompiled graphs store and restore tensors with: 6 bits in two planes."""
+    ops = torch.ops.hot
+    pieces = [*x.float().view(4, -1, 8, 32).unbind()]
+    word = ops.scale_word(ops.group_size(pieces))
+    scale = word.view(torch.float32)
+    codes = [ops.code(piece, 31 / scale, 31, False) for piece in pieces]
+    upper, lower = ops.plane(codes, 2, 4, torch.int16), ops.plane(codes, 0, 2, torch.uint8)
+    nibbles = ops.restored_nibbles(lower, word)
+    return upper, lower, nibbles, ops.restored_planes(upper, lower, scale.bfloat16(), 4, 31, False)
+
+
+def baseline(method: str, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Both products of a layer's backward by a method of the papers'."""
+    ops = torch.ops.hot_baseline
+    return ops.grad_input(g, w, method, 8), ops.grad_weight(g, x, method, 8)
+
+
+REFERENCES = (
+    coded,
+    *(functools.partial(baseline, method) for method in ("luq", "lbp-wht", "int4-naive")),
+)
+
+
+@pytest.mark.parametrize("backward", REFERENCES)
+def test_references_copy_nothing_from_the_host(backward):
+    """Which a graph could not capture, and which makes each step wait."""
+    test_cuda_graph_replays_on_new_data(backward)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
