@@ -391,7 +391,9 @@ def test_a_folder_that_cannot_be_written_costs_the_reproduction_only(monkeypatch
     assert "No reproduction could be written" in told(caplog)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [*(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:2]), *PLACES[2:]]
+)
 def test_what_inductor_lowers_is_guarded_too(place, caplog):
     bad = failing(place, rewritten, compile_graph=compile_fx_inner)
     options = {"forward": "exact", "head": "off"}

@@ -263,6 +263,7 @@ def test_several_graphs_of_a_step_are_decided_together(kept, monkeypatch, caplog
     assert caplog.text.count("known to take") == 1
 
 
+@pytest.mark.slow
 def test_what_would_come_out_the_same_is_not_compiled_again(kept, monkeypatch, caplog):
     """An exact form at most, and nothing that crosses: what a step takes changes nothing."""
     monkeypatch.setitem(OPTIONS, "override", {"*": "int8"})

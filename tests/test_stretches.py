@@ -97,7 +97,7 @@ def looks(monkeypatch):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_language_model_is_looked_at_without_its_logits(looks, dtype, tied):
     """Whole they alone take more than there is; the head's gradient is exact all the same."""
     looks.risen = int(0.5 * LOGITS)
@@ -226,7 +226,9 @@ PRODUCTS_SAVED = functools.partial(
 )
 
 
-@pytest.mark.parametrize("more", [{}, {"context_fn": PRODUCTS_SAVED}])
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"context_fn": PRODUCTS_SAVED}, marks=pytest.mark.slow)]
+)
 def test_looks_at_more_checkpointed_blocks_take_no_more(looks, monkeypatch, more):
     """Also where torch keeps all that a region makes, run operator by operator, as 2.11 does."""
     looks.risen = 13 * 2**20  # of which sketches of eight blocks' gradients take 2
@@ -265,7 +267,9 @@ def drawing(x):
     return (y + torch.rand_like(y) * torch.randn(16, dtype=y.dtype)).square().sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_numbers_are_those_of_inductors_code(dtype):
     x = torch.randn(4, 2, 32, 16, dtype=dtype, requires_grad=True)
     grads = []

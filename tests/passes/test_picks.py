@@ -141,7 +141,9 @@ def test_batch_length_and_the_number_of_rows_may_change(name):
     assert not heads[0].shape[0].isdigit()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize(
     "name", ["labelled", pytest.param("normalised first", marks=pytest.mark.slow)]
 )

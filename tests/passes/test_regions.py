@@ -50,7 +50,7 @@ def boundaries(model, **options):
     return [c for c in kept if c.shape == ("4", "48", "128")], gradients
 
 
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "block", [{"rotary": True, "kv_heads": 2, "causal": True}, {"dropout": 0.1}]
 )

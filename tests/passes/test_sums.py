@@ -83,6 +83,7 @@ class Cell(nn.Module):
         return h
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_recurrent_net_is_about_stocks():
     model, x = Cell(), torch.randn(64, 256)
     peaks, gradients = {}, {}
