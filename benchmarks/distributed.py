@@ -7,7 +7,8 @@ Starts what it needs: for each row a process a GPU (or CPU, by gloo). All rows c
 for each other, and are timed one by one; a row that fails or takes too long costs itself, and is
 tried once more behind the others. Every configuration trains its own copy with AdamW in bf16,
 interleaved round by round; one that is named twice has other weights and data the second time, by
-which it is seen how far losses differ anyway. ``ms`` is the best round of the slowest process.
+which it is seen how far losses differ anyway, and hot begins then with what its first found, as a
+later run does (``--configs exact,hot,exact,hot``). ``ms`` is the best round of the slowest process.
 Memory is the most of any process: ``peak`` above what stands between steps (weights, optimizer's
 state, buffers), ``kept`` what is there after the forward, ``total`` the peak with what stands.
 ``loss`` is the mean of the last ten of fifty steps, ``differs`` the mean difference of all fifty
