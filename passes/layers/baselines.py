@@ -19,8 +19,9 @@ from hot_compile.runtime.reference.arithmetic import (
     TINY,
     dither,
     hadamard,
-    low_pass_order,
+    low_pass_places,
     scale_of,
+    transform_rows,
 )
 from hot_compile.runtime.reference.arithmetic import quantize as round_to_grid
 from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
@@ -64,22 +65,13 @@ def luq(g: Tensor) -> Tensor:
     return g.sign() * (below + up * gap).clamp(max=2.0 ** (_LUQ_LEVELS - 1)) * smallest
 
 
-def low_pass(t: Tensor, rank: int) -> Tensor:
-    """HLA(``rank``) of consecutive rows of ``t`` [L, C] fp32: [L / 16 * rank, C], L padded."""
-    blocks = -(-t.shape[0] // HADAMARD_ORDER)
-    padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * HADAMARD_ORDER - t.shape[0]))
-    grouped = padded.reshape(blocks, HADAMARD_ORDER, t.shape[1]).transpose(1, 2)
-    transformed = hadamard(grouped)
-    kept = torch.stack([transformed[..., place] for place in sorted(low_pass_order()[:rank])], 1)
-    return kept.reshape(blocks * rank, t.shape[1])
-
-
 def low_pass_expand(t: Tensor, rank: int, rows: int) -> Tensor:
-    """Transpose of ``low_pass``: [blocks * rank, C] back to ``rows`` rows."""
+    """Transpose of ``transform_rows``, of consecutive rows: [blocks * rank, C] back to ``rows``."""
     blocks = t.shape[0] // rank
     full = t.new_zeros(blocks, HADAMARD_ORDER, t.shape[1])
-    for number, place in enumerate(sorted(low_pass_order()[:rank])):
-        full[:, place] = t.reshape(blocks, rank, t.shape[1])[:, number]
+    kept = t.reshape(blocks, rank, t.shape[1]).unbind(1)
+    for place, values in zip(low_pass_places(rank), kept, strict=True):
+        full[:, place] = values
     back = hadamard(full.transpose(1, 2)).transpose(1, 2)
     return back.reshape(blocks * HADAMARD_ORDER, t.shape[1])[:rows]
 
@@ -88,7 +80,7 @@ def low_pass_expand(t: Tensor, rank: int, rows: int) -> Tensor:
 def grad_input(grad_output: Tensor, weight: Tensor, method: str, rank: int) -> Tensor:
     """g_x [L, I] by a baseline ``method``, in grad_output's dtype."""
     if method == Strategy.LBP_WHT:
-        short = low_pass(grad_output.float(), rank) @ weight.float()
+        short = transform_rows(grad_output.float(), rank, 1) @ weight.float()
         result = low_pass_expand(short, rank, grad_output.shape[0])
     elif method == Strategy.LUQ:
         result = luq(grad_output) @ int4_sawb(weight)
@@ -101,7 +93,8 @@ def grad_input(grad_output: Tensor, weight: Tensor, method: str, rank: int) -> T
 def grad_weight(grad_output: Tensor, x: Tensor, method: str, rank: int) -> Tensor:
     """g_w [O, I] by a baseline ``method``, in grad_output's dtype."""
     if method == Strategy.LBP_WHT:
-        result = low_pass(grad_output.float(), rank).t() @ low_pass(x.float(), rank)
+        g, x = (transform_rows(t.float(), rank, 1) for t in (grad_output, x))
+        result = g.t() @ x
     elif method == Strategy.LUQ:
         result = luq(grad_output).t() @ int4_sawb(x)
     else:

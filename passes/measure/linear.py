@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hot_compile.config import Rows, Strategy
 from hot_compile.passes.forward.product import Form, int8_product
-from hot_compile.passes.layers.baselines import low_pass
 from hot_compile.passes.layers.strategies import STRATEGIES, How
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, gw_variant, gx_variant
-from hot_compile.runtime.reference.arithmetic import quantize, scale_of
+from hot_compile.runtime.reference.arithmetic import quantize, scale_of, transform_rows
 from hot_compile.runtime.reference.sizes import CONTRACT_ALIGN, HADAMARD_ORDER
 
 _BLOCK, _BLOCKS = 2**18, 16
@@ -171,13 +170,13 @@ def granule_errors(g: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     it cuts this by more than half.
     """
     blocks = _blocks(g)
-    rows = [low_pass(block.float(), rank).abs_().amax(1) for block in blocks]
+    rows = [transform_rows(block.float(), rank, 1).abs_().amax(1) for block in blocks]
     largest = torch.stack([block.amax() for block in rows]).amax()
     norms: list[Tensor] = []
     token: list[Tensor] = []
     tensor: list[Tensor] = []
     for block, absmax in zip(blocks, rows, strict=True):
-        values = low_pass(block.float(), rank)
+        values = transform_rows(block.float(), rank, 1)
         norms.append(values.norm())
         for errors, peaks in ((token, absmax), (tensor, largest.expand_as(absmax))):
             scale, reciprocal = scale_of(peaks, 8)

@@ -23,6 +23,16 @@ def low_pass_order() -> list[int]:
     return [n for i, j, n in sorted(pairs, key=lambda p: (p[0] + p[1], max(p[0], p[1]), p[2]))]
 
 
+def low_pass_places(rank: int) -> list[int]:
+    """The first ``rank`` of them, in the matrix's own order."""
+    return sorted(low_pass_order()[:rank])
+
+
+def low_pass(x: Tensor, rank: int) -> Tensor:
+    """[..., rank] of transformed [..., 16]: by slices, since a list as index is copied to a GPU."""
+    return torch.stack([x[..., place] for place in low_pass_places(rank)], -1)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """Orthonormal Walsh-Hadamard transform of the last dimension, which must have 16 entries."""
     return butterflies(x) * 0.25
@@ -110,7 +120,7 @@ def transform_rows(x: Tensor, rank: int, tokens: int) -> Tensor:
     groups = (samples + HADAMARD_ORDER - 1) // HADAMARD_ORDER
     x = pad_rows(x, groups * HADAMARD_ORDER * tokens)
     x = x.reshape(groups, HADAMARD_ORDER, tokens, x.shape[1]).permute(0, 2, 3, 1)
-    kept = hadamard(x)[..., sorted(low_pass_order()[:rank])]
+    kept = low_pass(hadamard(x), rank)
     return kept.permute(0, 1, 3, 2).reshape(groups * tokens * rank, x.shape[2])
 
 

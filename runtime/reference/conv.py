@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.reference.arithmetic import butterflies, low_pass_order
+from hot_compile.runtime.reference.arithmetic import butterflies, low_pass
 from hot_compile.runtime.reference.sizes import HADAMARD_ORDER
 
 Sizes = Sequence[int]
@@ -84,7 +84,7 @@ def unfold(big: Tensor, sources: Tensor, rank: int) -> Tensor:
     if rank == 0:
         return seen
     sums = butterflies(seen.reshape(*seen.shape[:2], -1, HADAMARD_ORDER))
-    kept = sums[..., sorted(low_pass_order()[:rank])]
+    kept = low_pass(sums, rank)
     return ((kept + 8) >> 4).flatten(2)
 
 

@@ -58,6 +58,31 @@ def one_read(rank: int, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 BACKWARDS = (two_reads, functools.partial(one_read, 0), functools.partial(one_read, 8))
 
 
+def coded(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """What uncompiled graphs store and restore tensors with: 6 bits in two planes."""
+    ops = torch.ops.hot
+    pieces = [*x.float().view(4, -1, 8, 32).unbind()]
+    word = ops.scale_word(ops.group_size(pieces))
+    scale = word.view(torch.float32)
+    codes = [ops.code(piece, 31 / scale, 31, False) for piece in pieces]
+    upper, lower = ops.plane(codes, 2, 4, torch.int16), ops.plane(codes, 0, 2, torch.uint8)
+    nibbles = ops.restored_nibbles(lower, word)
+    return upper, lower, nibbles, ops.restored_planes(upper, lower, scale.bfloat16(), 4, 31, False)
+
+
+def baseline(method: str, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Both products of a layer's backward by a method of the papers'."""
+    ops = torch.ops.hot_baseline
+    return ops.grad_input(g, w, method, 8), ops.grad_weight(g, x, method, 8)
+
+
+CAPTURED = (
+    *BACKWARDS,
+    coded,
+    *(functools.partial(baseline, method) for method in ("luq", "lbp-wht", "int4-naive")),
+)
+
+
 def layer() -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((1000, 256), (1000, 384), (384, 256))
     return tuple(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
@@ -87,8 +112,9 @@ def test_integers_give_the_gradient(backward, most):
         assert (got.float() - want).norm() / want.norm() < limit
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("backward", CAPTURED)
 def test_cuda_graph_replays_on_new_data(backward):
+    """References, too: what they copied from the host no graph could capture."""
     operands = layer()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -102,36 +128,6 @@ def test_cuda_graph_replays_on_new_data(backward):
             tensor.copy_(fresh)
         graph.replay()
         check_equal(captured, backward(*operands))
-
-
-def coded(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """What uncompiled graphs store and restore tensors with: 6 bits in two planes."""
-    ops = torch.ops.hot
-    pieces = [*x.float().view(4, -1, 8, 32).unbind()]
-    word = ops.scale_word(ops.group_size(pieces))
-    scale = word.view(torch.float32)
-    codes = [ops.code(piece, 31 / scale, 31, False) for piece in pieces]
-    upper, lower = ops.plane(codes, 2, 4, torch.int16), ops.plane(codes, 0, 2, torch.uint8)
-    nibbles = ops.restored_nibbles(lower, word)
-    return upper, lower, nibbles, ops.restored_planes(upper, lower, scale.bfloat16(), 4, 31, False)
-
-
-def baseline(method: str, x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Both products of a layer's backward by a method of the papers'."""
-    ops = torch.ops.hot_baseline
-    return ops.grad_input(g, w, method, 8), ops.grad_weight(g, x, method, 8)
-
-
-REFERENCES = (
-    coded,
-    *(functools.partial(baseline, method) for method in ("luq", "lbp-wht", "int4-naive")),
-)
-
-
-@pytest.mark.parametrize("backward", REFERENCES)
-def test_references_copy_nothing_from_the_host(backward):
-    """Which a graph could not capture, and which makes each step wait."""
-    test_cuda_graph_replays_on_new_data(backward)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
