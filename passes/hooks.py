@@ -48,7 +48,7 @@ from hot_compile.passes.storage.kept_casts import casts_to_keep
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
-from hot_compile.runtime.freed_inputs import weighed
+from hot_compile.runtime.peak_estimate import estimated
 from hot_compile.runtime.settled_views import settled
 
 log = logging.getLogger("hot_compile")
@@ -94,7 +94,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         """Rewrite ``graph`` in place."""
         spare_work()
         settled()
-        weighed()
+        estimated()
         for step in self._before:
             step(graph)
         self.plan, self.intended = None, None

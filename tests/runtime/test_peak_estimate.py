@@ -1,0 +1,65 @@
+"""Where Inductor looks for the order with the lowest peak it counts what takes memory, and its size."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+from tests import absent_gpu
+
+
+def miscounted() -> dict[str, list[str]]:
+    """Of a block's graphs for a GPU: inputs not counted by their bytes, buffers never written."""
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+
+    found, counted = {"inputs": list[str](), "unwritten": list[str]()}, set[str]()
+    reorder, write = memory.reorder_for_peak_memory, absent_gpu._write
+
+    def reordered(nodes, name_to_buf, name_to_fused_node, graph_inputs, graph_outputs):
+        given = nodes, name_to_buf, name_to_fused_node, graph_inputs, graph_outputs
+        inputs = memory.prepare_planning_info(*given)[1]
+        for name, buffer in inputs.items():
+            tensor = V.graph.graph_inputs[name]
+            size = math.prod(map(int, tensor.get_size())) * tensor.get_dtype().itemsize
+            if size != buffer.mpi_buffer.size_free:
+                found["inputs"].append(name)
+        buffers = (buffer for node in nodes for buffer in node.get_outputs())
+        counted.update(b.get_name() for b in buffers if b.mpi_buffer.size_alloc)
+        return reorder(*given)
+
+    def written(lowering, *rest, **keywords):
+        codegen = lowering.codegen
+
+        def compared():
+            code = codegen()
+            made = set(re.findall(r"\b(buf\d+) = ", code[0].value))
+            found["unwritten"].extend(sorted(counted - made))
+            counted.clear()
+            return code
+
+        lowering.codegen = compared
+        return write(lowering, *rest, **keywords)
+
+    absent_gpu._write = written
+    absent_gpu.pretend(kernels=False)
+    memory.reorder_for_peak_memory = reordered
+    graphs = absent_gpu.lowered(absent_gpu.block, {"memory": "all"})
+    assert graphs == [("forward", ""), ("backward", "")], graphs
+    return found
+
+
+def test_what_takes_memory_counts_by_its_bytes(tmp_path):
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.test_peak_estimate"],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr[-2000:]
+    assert json.loads(said.stdout) == {"inputs": [], "unwritten": []}
+
+
+if __name__ == "__main__":
+    print(json.dumps(miscounted()))
