@@ -35,8 +35,9 @@ from common import Batches, Task, shuffled
 from data import SPLIT_SEED
 from train_images import Data, accuracy, cifar_data, folder_data
 
-HELD_OUT = 20
-"""One file of the standard library in so many is for validation."""
+HELD_OUT, PAIRS_HELD_OUT = 20, 5
+"""One file of the standard library in so many is for validation: of text, of pairs, of which a file
+has few."""
 SIDE, UPSCALED, LARGE = 32, 128, 224
 """Pixels of small images, of what an EfficientFormer makes of them, of a folder's images."""
 LORA_RANK = 16
@@ -65,14 +66,14 @@ def _folders(package: str) -> list[Path]:
     return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
 
 
-def _sources(held_out: bool) -> Iterator[str]:
+def _sources(held_out: bool, one_in: int = HELD_OUT) -> Iterator[str]:
     """Files of the standard library but for its tests, in an order of their own."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "lib2to3", "config"}
     files = [p for p in sorted(root.rglob("*.py")) if not left_out & set(p.relative_to(root).parts)]
     random.Random(SPLIT_SEED).shuffle(files)
     for number, path in enumerate(files):
-        if (number % HELD_OUT == 0) == held_out:
+        if (number % one_in == 0) == held_out:
             yield path.read_text(encoding="utf-8", errors="ignore")
 
 
@@ -217,7 +218,7 @@ def _minilm(setting: Setting) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tens
 def _pairs(held_out: bool, most: int) -> list[tuple[str, str]]:
     """Docstrings' first paragraphs and the functions without them, each docstring once."""
     found: dict[str, str] = {}
-    for text in _sources(held_out):
+    for text in _sources(held_out, PAIRS_HELD_OUT):
         lines = text.splitlines()
         try:
             nodes = list(ast.walk(ast.parse(text)))
@@ -238,7 +239,7 @@ def _lines(node: ast.stmt) -> tuple[int, int]:
 
 
 def minilm(setting: Setting) -> Task:
-    """MiniLM on docstrings and their functions; its score: how many find theirs of 500."""
+    """MiniLM on docstrings and their functions; its score: how many of both find theirs of 500."""
     model, train, held_out = _minilm(setting)
     where, batch = torch.device(setting.device), 8 if setting.quick else 64
     judged = [t[:500].to(where) for t in held_out]
@@ -249,8 +250,8 @@ def minilm(setting: Setting) -> Task:
             torch.cat([trained(i, m) for i, m in zip(*(t[:, n].split(100) for t in judged))])  # noqa: B905
             for n in (0, 1)
         )
-        own = torch.arange(len(words), device=where)
-        return float(((words @ code.t()).argmax(1) == own).float().mean())
+        own, alike = torch.arange(len(words), device=where), words @ code.t()
+        return float(torch.stack([alike.argmax(n) == own for n in (0, 1)]).float().mean())
 
     return Task(
         build=lambda: Embedder(copy.deepcopy(model)),
