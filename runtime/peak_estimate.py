@@ -16,7 +16,7 @@ forward of an EfficientNet-B0 of 16 287, 221 since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hot_compile.runtime.pointwise import taught
@@ -33,15 +33,15 @@ def estimated() -> None:
     inputs = memory.get_freeable_input_buf
     buffers = memory.assign_memory_planning_info_for_scheduler_buffers
 
-    def by_bytes(nodes: Sequence[Any], graph_inputs: Any) -> Any:
-        found = inputs(nodes, graph_inputs)  # type: ignore[arg-type]
+    def by_bytes(*given: Any, **more: Any) -> Any:
+        found = inputs(*given, **more)
         for name, buffer in found.items():
             whole = V.graph.get_dep_size_hint(StarDep(name))
             buffer.mpi_buffer.size_free = whole or buffer.mpi_buffer.size_free
         return found
 
-    def written_ones(nodes: Sequence[Any], name_to_buf: Mapping[str, Any]) -> None:
-        buffers(nodes, name_to_buf)  # type: ignore[arg-type]
+    def written_ones(nodes: Sequence[Any], *given: Any, **more: Any) -> None:
+        buffers(nodes, *given, **more)  # type: ignore[arg-type]
         outputs = set(V.graph.get_output_names())
         for node in nodes:
             for buffer in node.get_outputs() if isinstance(node, FusedSchedulerNode) else ():

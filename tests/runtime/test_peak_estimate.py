@@ -1,4 +1,4 @@
-"""Where Inductor looks for the order with the lowest peak it counts what takes memory, and its size."""
+"""Where Inductor looks for the order of lowest peak it counts what takes memory, by its bytes."""
 
 import json
 import math
