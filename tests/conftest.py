@@ -21,6 +21,16 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays: no garbage is looked for meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """Torch's structured trace stays off, and what it imported is not looked through for garbage.
 
@@ -30,7 +40,9 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
-    frozen = gc.get_freeze_count()  # counts one by one, and every compile asks: a twentieth of its time
+    frozen = (
+        gc.get_freeze_count()
+    )  # counts one by one, and every compile asks: a twentieth of its time
     gc.get_freeze_count = lambda: frozen
     gc.set_threshold(20_000, 20, 20)
     trace = logging.getLogger("torch.__trace")  # made by importing torch, which tests did
