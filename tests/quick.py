@@ -33,7 +33,7 @@ def quick_compiling() -> Iterator[None]:
 
 
 def _unless_heard(module: Any, name: str, nothing: Any) -> Callable[..., Any]:
-    """The function of that name, not called where neither a trace nor a log takes what it writes."""
+    """The function of that name, called only where a trace or a log takes what it writes."""
     from torch._logging._internal import trace_log
 
     write, logs = getattr(module, name), (module.aot_joint_log, module.aot_graphs_log)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import in_two_processes
+from own_cache import own_cache
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -76,6 +77,17 @@ def stock(gm, example_inputs, **_):
     return compile_fx(gm, example_inputs, run_uncompiled, config_patches={**_NEW_GRAPH})
 
 
+@functools.cache
+def trained_by_stock():
+    return trained(stock)
+
+
+@functools.cache
+def trained_without(part):
+    """With a part of ours left out by the options, of ``WITHOUT``."""
+    return trained(ours(strict=True, **WITHOUT[part]))
+
+
 def told(caplog):
     """The one warning."""
     (text,) = [r.getMessage() for r in caplog.records if "goes on" in r.getMessage()]
@@ -104,15 +116,21 @@ def plant(monkeypatch, pipe, name, when=lambda state: True):
 
 
 PIPES = ("HEADS", "JOINT", "PARTITIONED")
+QUICK = {"heads", "match", "rewrite", "copies", "layouts", "store", "kernels"}
+"""Of each pipeline the first step, one that changes much, and the last; the others: ``-m slow``."""
 
 
 @pytest.mark.parametrize(
     ("pipe", "name"),
-    [(pipe, step.name) for pipe in PIPES for step in getattr(pipeline, pipe)],
+    [
+        pytest.param(pipe, step.name, marks=() if step.name in QUICK else pytest.mark.slow)
+        for pipe in PIPES
+        for step in getattr(pipeline, pipe)
+    ],
 )
 def test_a_step_that_always_fails_leaves_the_graph_as_stock(pipe, name, monkeypatch, caplog):
     plant(monkeypatch, pipe, name)
-    got, want = trained(ours()), trained(stock)
+    got, want = trained(ours()), trained_by_stock()
     for mine, theirs in zip(got, want, strict=True):
         equal(mine, theirs)
     assert "compiling failed (RuntimeError: planted)" in told(caplog)
@@ -128,7 +146,7 @@ def test_a_step_that_always_fails_leaves_the_graph_as_stock(pipe, name, monkeypa
     ],
 )
 def test_only_the_part_at_fault_is_left_out(part, pipe, name, when, monkeypatch, caplog):
-    want = trained(ours(strict=True, **WITHOUT[part]))
+    want = trained_without(part)
     plant(monkeypatch, pipe, name, when)
     got = trained(ours())
     for mine, theirs in zip(got, want, strict=True):
@@ -205,7 +223,7 @@ def rewritten(code):
 @pytest.mark.parametrize("place", PLACES)
 def test_wherever_our_code_fails_training_goes_on_as_stock(place, caplog):
     got = trained(ours(failing(place, rewritten), forward="exact", head="off"))
-    want = trained(stock)
+    want = trained_by_stock()
     if place == "running a backward":  # whose forward, by our graph, was as exact
         for mine, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(mine, theirs)
@@ -219,9 +237,7 @@ def test_wherever_our_code_fails_training_goes_on_as_stock(place, caplog):
 @pytest.mark.parametrize("place", PLACES)
 def test_stored_bits_at_fault_are_dropped_alone(place, caplog):
     packs = failing(place, lambda code: "bitwise" in code)
-    options = {"forward": "exact"}
-    got = trained(ours(packs, **options))
-    want = trained(ours(strict=True, memory="off", **options))
+    got, want = trained(ours(packs)), trained_without("storage")
     for mine, theirs in zip(got, want, strict=True):
         equal(mine, theirs)
     assert "without storage" in told(caplog)
@@ -332,9 +348,11 @@ def test_logits_outside_of_the_graph_get_their_gradient(place, caplog):
 
 def test_code_from_the_cache_is_guarded(monkeypatch, tmp_path):
     """Nothing is known of such code but what it is called with."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    folder = own_cache(tmp_path / "inductor")["TORCHINDUCTOR_CACHE_DIR"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
     counters.clear()
-    results = [trained(functools.partial(hot, options=OPTIONS), steps=1) for _ in range(2)]
+    backend = functools.partial(hot, options={**OPTIONS, "forward": "exact"})
+    results = [trained(backend, steps=1) for _ in range(2)]
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     for mine, theirs in zip(*results, strict=True):
         equal(mine, theirs)
@@ -392,7 +410,7 @@ def test_a_folder_that_cannot_be_written_costs_the_reproduction_only(monkeypatch
 
 
 @pytest.mark.parametrize(
-    "place", [*(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:2]), *PLACES[2:]]
+    "place", [*(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:3]), PLACES[3]]
 )
 def test_what_inductor_lowers_is_guarded_too(place, caplog):
     bad = failing(place, rewritten, compile_graph=compile_fx_inner)
