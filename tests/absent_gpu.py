@@ -15,11 +15,12 @@ import contextlib
 import fnmatch
 import functools
 import json
+import os
 import re
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -298,8 +299,8 @@ def biased() -> tuple[nn.Module, Callable[[Any], Tensor]]:
     return Biased(), loss
 
 
-def main(arguments: list[str]) -> None:
-    """A line of JSON a model of the zoo, or for ``block``; ``biased`` by its name."""
+def results(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What came of each model of the zoo, or of ``block``; ``biased`` by its name."""
     kernels = "--kernels" in arguments
     patterns = [part for text in arguments if text != "--kernels" for part in text.split(",")]
     pretend(kernels)
@@ -318,7 +319,13 @@ def main(arguments: list[str]) -> None:
                 result["graphs"] = lowered(make, {"min_gain": 0})
             except Exception:  # of the model's own
                 result["error"] = traceback.format_exc()
-            print(json.dumps(result), flush=True)
+            yield result
+
+
+def alone(folder: str, *arguments: str) -> list[dict[str, Any]]:
+    """The same, in a process that was forked for it; what Inductor and Triton write is there."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder
+    return [*results(arguments)]
 
 
 def _of_zoo(make: Callable[[], Any]) -> Model:
@@ -331,4 +338,5 @@ def _of_zoo(make: Callable[[], Any]) -> Model:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for found in results(sys.argv[1:]):
+        print(json.dumps(found), flush=True)

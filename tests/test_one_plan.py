@@ -1,5 +1,7 @@
 """One script, one plan: whatever the order in which sets and dictionaries give what they hold."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -13,19 +15,11 @@ from torch import nn
 from hot_compile import explain
 
 PROGRAM = """
-import contextlib, io, json, sys
-import torch
-import test_conv_models, test_models
-from hot_compile import explain
-digests = {}
-for name in sys.argv[1:]:
-    torch.manual_seed(0)
-    makers = {**test_models.MODELS, "bert": test_models.bert}
-    model, inputs = makers[name]() if name in makers else test_conv_models.build(name)
-    with contextlib.redirect_stdout(io.StringIO()):
-        options = {"min_gain": 0, "memory_min_bytes": 0, "head_min_bytes": 0}
-        digests[name] = explain(model, *inputs, options=options).digest
-print(json.dumps(digests))
+import json, sys
+from quick import quick_compiling, strict_by_default
+from test_one_plan import digests
+with quick_compiling(), strict_by_default():
+    print(json.dumps(digests(sys.argv[1:])))
 """
 
 
@@ -40,22 +34,36 @@ def test_explain_says_by_which_rates_and_which_plan_it_is():
     assert found.digest == explain(model, x, options={"min_gain": 0}).digest != exact.digest
 
 
-def digests(*names):
-    """Of two processes that run at once, with other seeds of Python's hashes."""
+def digests(names):
+    """By name, of models of the tests."""
+    import test_conv_models
+    import test_models
+
+    makers, found = {**test_models.MODELS, "bert": test_models.bert}, {}
+    for name in names:
+        torch.manual_seed(0)
+        model, inputs = makers[name]() if name in makers else test_conv_models.build(name)
+        with contextlib.redirect_stdout(io.StringIO()):
+            options = {"min_gain": 0, "memory_min_bytes": 0, "head_min_bytes": 0}
+            found[name] = explain(model, *inputs, options=options).digest
+    return found
+
+
+def both_digests(names):
+    """Of this process, and of one that runs at once, with another seed of Python's hashes."""
     tests = str(Path(__file__).parent)
-    command = [sys.executable, "-c", PROGRAM, *names]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": tests},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    said = [process.communicate()[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    return [json.loads(text) for text in said]
+    paths = os.pathsep.join([tests, os.path.join(tests, "passes"), os.path.join(tests, "runtime")])
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *names],
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        mine = digests(names)
+        said = other.communicate()[0]
+    assert other.returncode == 0
+    return mine, json.loads(said)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,7 @@ def digests(*names):
     ],
 )
 def test_processes_side_by_side_come_to_one_plan(names):
-    first, second = digests(*names)
+    first, second = both_digests(names)
     assert first == second
     assert len({*first.values()}) == len(names)
 

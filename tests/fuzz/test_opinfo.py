@@ -5,7 +5,7 @@ import pytest
 from fuzz.operators import database
 from fuzz.run import main, parsed, result
 
-QUICK = 60
+QUICK = 120
 """Every so many operators one is tried in the quick run."""
 
 

@@ -57,7 +57,14 @@ _PATCHED = (
 
 @pytest.mark.parametrize(
     ("function", "length"),
-    [(_rows, 64), (_rows, 67), (_turned, 64), (_masked, 64), (_tail, 64), (_tail, 67)],
+    [
+        pytest.param(_rows, 64, marks=pytest.mark.slow),  # whole vectors
+        (_rows, 67),
+        (_turned, 64),
+        (_masked, 64),
+        pytest.param(_tail, 64, marks=pytest.mark.slow),
+        (_tail, 67),
+    ],
 )
 def test_code_is_the_same(function, length, monkeypatch):
     x = torch.randn(64, length)

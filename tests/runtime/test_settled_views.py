@@ -1,26 +1,15 @@
 """What Inductor reads through a view is what it wrote: tables of attention's biases."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import absent_gpu
 import pytest
 import torch
-
-from tests import absent_gpu
+from forked import in_a_process
 
 
 def test_no_view_of_memory_is_older_than_its_layout(tmp_path):
-    program = Path(absent_gpu.__file__)
-    said = subprocess.run(
-        [sys.executable, program, "biased"],
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr[-2000:]
-    assert json.loads(said.stdout)["graphs"] == [["forward", ""], ["backward", ""]]
+    (result,) = in_a_process(absent_gpu.alone, str(tmp_path), "biased")
+    assert result["error"] == ""
+    assert result["graphs"] == [("forward", ""), ("backward", "")]
 
 
 @pytest.mark.gpu
