@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 
 import pytest
 import torch
@@ -53,7 +52,8 @@ def step_of(model, loss, inside, **options):
     return compiled(model, **options), loss
 
 
-QUICK = {"critic", "pairs by index", "finite differences", "R-Drop", "Pearson", "two towers"}
+QUICK = {"pairs by index", "R-Drop", "Pearson", "two towers"}
+"""The others: ``-m slow``. A critic's is what other tests here train (``train_critic``)."""
 SIDES = [
     pytest.param(name, inside, marks=() if name in QUICK and not inside else pytest.mark.slow)
     for name in CASES
@@ -115,20 +115,31 @@ def test_a_look_begins_with_a_step_however_often_it_calls_the_graph():
 
 
 def test_the_next_process_starts_with_what_was_found(kept, caplog):
+    """One that looks, and one that only remembers."""
     model, x = bad_net()
-    reports = Reports()
-    train_critic(compiled(model, reports), model, x, 12)
+    want, reports = train_critic(model, model, x, 1), Reports()
+    step = compiled(model, reports)
+    train_critic(step, model, x, 12)
     assert 2 <= len(reports.graphs) <= 3
+    assert monitor_of(step).compiles >= 2, "one acceptance however often it is compiled"
     (file,) = kept.iterdir()
     known = json.loads(file.read_text())
     assert known["demoted"] or known["raised"]
-    torch._dynamo.reset()
-    again = Reports()
-    got = train_critic(compiled(model, again), model, x, 12)
-    assert [g.digest for g in again.graphs] == [reports.graphs[-1].digest]  # compiled once
-    torch._dynamo.reset()
-    assert max(errors(got, train_critic(model, model, x, 1)).values()) < 0.25
+    for accept, steps in (("remembered", 1), ("auto", 12)):
+        torch._dynamo.reset()
+        again = Reports()
+        got = train_critic(compiled(model, again, accept=accept), model, x, steps)
+        assert [g.digest for g in again.graphs] == [reports.graphs[-1].digest]  # compiled once
+        assert max(errors(got, want).values()) < 0.25
     assert "hot-compile profile forget" in caplog.text
+
+
+def monitor_of(step):
+    """What looks at a compiled step."""
+    wrapper = torch._dynamo.eval_frame.innermost_backend(
+        step.dynamo_ctx.callback if hasattr(step, "dynamo_ctx") else step
+    )
+    return vars(wrapper)[KEPT_AS]
 
 
 def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):
@@ -307,30 +318,10 @@ def test_a_repair_asks_whether_it_fits(room, monkeypatch, caplog):
     assert (worst > 0.25) == (room == 0)
 
 
-def test_remembered_repairs_without_looks(kept):
-    model, x = bad_net()
-    train_critic(compiled(model), model, x, 12)
-    torch._dynamo.reset()
-    got = train_critic(compiled(model, accept="remembered"), model, x, 1)
-    torch._dynamo.reset()
-    assert max(errors(got, train_critic(model, model, x, 1)).values()) < 0.25
-
-
 def test_when_looks_are_due():
     monitor = Acceptance()
     assert [n for n in range(1, 5000) if monitor.due(n)] == [1, 2, 4, 8, 64, 512, 4096]
     assert [n for n in range(1, 5000) if monitor.due(n, True)] == [64, 512, 4096]
-
-
-def test_one_acceptance_a_step_however_often_it_is_compiled():
-    logging.getLogger("hot_compile").debug("begin")
-    model, x = bad_net()
-    step = compiled(model)
-    train_critic(step, model, x, 5)
-    wrapper = torch._dynamo.eval_frame.innermost_backend(
-        step.dynamo_ctx.callback if hasattr(step, "dynamo_ctx") else step
-    )
-    assert vars(wrapper)[KEPT_AS].compiles >= 2
 
 
 def test_only_layers_keep_an_8_bit_forward_that_change_the_loss_little(kept):

@@ -102,7 +102,8 @@ def train(make, x, asked, lower=False, ledger=Forgiving, **options):
     return Step(loss.detach(), [p.grad for p in model.parameters()], report, again)
 
 
-def explored(make, x, **options):
+@functools.cache
+def explored(name, recipe):
     """(allowed, Within, held between forward and backward) of budgets from large to none."""
     found, plan = [], pipeline.plan_within
 
@@ -114,14 +115,14 @@ def explored(make, x, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "plan_within", all_of)
-        train(make, x, MIB, **BUS, **options)
+        train(*CASES[name], MIB, **BUS, recipe=recipe)
     return found
 
 
 @pytest.mark.parametrize("recipe", ["hot", "exact"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_smaller_budget_never_holds_more(name, recipe):
-    found = explored(*CASES[name], recipe=recipe)
+    found = explored(name, recipe)
     rises = [within.rise for _, within in found]
     assert rises == sorted(rises, reverse=True)
     assert all(w.rise <= allowed for allowed, w in found if w.least is None)
@@ -134,7 +135,7 @@ def test_a_smaller_budget_never_holds_more(name, recipe):
 
 @pytest.mark.parametrize(("recipe", "steps"), [("hot", 1), ("exact", 5)])
 def test_it_comes_behind_all_that_is_stored_cheapest_first(recipe, steps):
-    found = explored(*CASES["blocks"], recipe=recipe)
+    found = explored("blocks", recipe)
     hosting = [within for _, within in found if within.hosted]
     assert len({len(within.hosted) for within in hosting}) >= steps, "gradual"
     last = found[-1][1].chosen

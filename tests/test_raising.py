@@ -183,7 +183,7 @@ def test_without_a_budget_it_only_watches():
     assert not run.monitor.raised
 
 
-@pytest.mark.parametrize("budget", [0.03, 1e-3])
+@pytest.mark.parametrize("budget", [pytest.param(0.03, marks=pytest.mark.slow), 1e-3])
 def test_it_ends(budget):
     """However small the budget: each tensor rises at most once a scheme, and then all is exact."""
     model, loss, _ = net()
@@ -316,7 +316,12 @@ def differences(_):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind"), [(columns, "hundred"), (columns, "years"), (differences, "")]
+    ("make", "kind"),
+    [
+        (columns, "hundred"),
+        pytest.param(columns, "years", marks=pytest.mark.slow),
+        (differences, ""),
+    ],
 )
 def test_gradients_that_cancel_are_right_after_one_repair(make, kind):
     torch.manual_seed(1)

@@ -45,6 +45,8 @@ DYNAMIC = {
         (20, 6, 16),
     ),
 }
+QUICK = ("channels of a grouped convolution", "rows and tokens")
+"""By every recipe in the quick run, the others by one: sizes are read before a strategy counts."""
 
 
 IMAGES = nn.Sequential(
@@ -68,8 +70,14 @@ def test_a_batch_without_rows(model, shape, dynamic):
     assert all(p.grad.isfinite().all() for p in step.parameters())
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fast", "paper"])
-@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(n, r, marks=() if r == "int8" or n in QUICK else pytest.mark.slow)
+        for n in DYNAMIC
+        for r in ("int8", "fast", "paper")
+    ],
+)
 def test_symbolic_sizes(name, recipe, caplog):
     """The graph is read whole, every layer accounted for, and the gradients are right."""
     torch.manual_seed(0)

@@ -200,7 +200,7 @@ def default_dtype(dtype):
     [
         functools.partial(torch.device, "meta"),
         functools.partial(default_dtype, torch.float64),
-        functools.partial(default_dtype, torch.bfloat16),
+        pytest.param(functools.partial(default_dtype, torch.bfloat16), marks=pytest.mark.slow),
         torch.autograd.detect_anomaly,
     ],
     ids=["device", "float64", "bfloat16", "anomaly"],

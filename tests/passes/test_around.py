@@ -46,8 +46,14 @@ def test_what_tells_samples_apart_keeps_its_digits(scheme, layout):
     assert error(apart(round_trip(x, scheme.spec.around)[1]), apart(x)) > FINE[scheme.spec.bits]
 
 
-@pytest.mark.parametrize("scheme", AROUND)
-@pytest.mark.parametrize("as_on_gpu", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("scheme", "as_on_gpu"),
+    [
+        pytest.param(s, g, marks=() if (s, g) == (Scheme.AROUND6, False) else pytest.mark.slow)
+        for s in AROUND
+        for g in (False, True)
+    ],
+)
 def test_compiled_code_restores_the_same(scheme, as_on_gpu, monkeypatch):
     if as_on_gpu:
         monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
@@ -114,7 +120,9 @@ def test_where_samples_are(function, shape, sample):
     assert sample_of(*traced(function, *shape)) == sample
 
 
-@pytest.mark.parametrize("dynamic", ["nothing", "batch", "all"])
+@pytest.mark.parametrize(
+    "dynamic", [pytest.param("nothing", marks=pytest.mark.slow), "batch", "all"]
+)
 @pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_that_nearly_cancel(lower, dynamic):
     """Samples much alike, and a loss whose gradient adds up to nothing over the batch."""

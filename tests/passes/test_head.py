@@ -132,7 +132,13 @@ def error(got, want):
     )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+PARTS = {"mean", "smoothed", "weighted", "ignore index"}
+"""Of other losses here, or run by other tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in PARTS else ()) for n in LOSSES]
+)
 def test_every_form_of_loss_is_taken_and_exact(name):
     loss, way = LOSSES[name]
     model, x = Head(loss, bias=True), inputs()
@@ -142,8 +148,18 @@ def test_every_form_of_loss_is_taken_and_exact(name):
     assert error(got, truth) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["mean", "capped", "z-loss", "smoothed"])
+LOW = {("mean", torch.bfloat16), ("capped", torch.float16), ("z-loss", torch.bfloat16)}
+LOW.add(("smoothed", torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in LOW else pytest.mark.slow)
+        for name in ("mean", "capped", "z-loss", "smoothed")
+        for dtype in (torch.bfloat16, torch.float16)
+    ],
+)
 def test_low_precision_is_no_further_from_fp64_than_eager(dtype, name):
     loss, _ = LOSSES[name]
     model, x = Head(loss).to(dtype), inputs(dtype)
@@ -306,7 +322,7 @@ def test_a_deep_residual_stream_is_read_in_no_time():
 
     class Deep(Head):
         def forward(self, x):
-            for _ in range(40):
+            for _ in range(25):
                 x = x + self.body(x) * torch.tanh(x)
             return self.loss(self.head(x))
 

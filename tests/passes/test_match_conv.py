@@ -63,8 +63,20 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["int8", "hla8"])
-@pytest.mark.parametrize("form", FORMS)
+HLA8 = {"3x3", "1x1", "uneven", "transposed"}
+"""Forms that the quick run has by both recipes: how a layer becomes a product is the same."""
+
+
+@pytest.mark.parametrize(
+    ("form", "recipe"),
+    [
+        *((form, "int8") for form in FORMS),
+        *(
+            pytest.param(form, "hla8", marks=() if form in HLA8 else pytest.mark.slow)
+            for form in FORMS
+        ),
+    ],
+)
 def test_forms(form, recipe):
     layer = copy.deepcopy(FORMS[form])
     floor = {"int8": 0.98, "hla8": 0.5}[recipe]

@@ -272,10 +272,18 @@ def test_a_gpus_operators_restore_the_same_bits(scheme, layout, compiled, monkey
     assert y.stride() == z.stride() == x.stride()
 
 
+HEADS = {128: True, 64: True, 96: False, 256: True, 512: True}
+"""Whether so many channels are read by index; of the long ones one scheme in the quick run."""
+
+
 @pytest.mark.parametrize(
-    ("head", "by_index"), [(128, True), (64, True), (96, False), (256, True), (512, True)]
+    ("scheme", "head", "by_index"),
+    [
+        pytest.param(s, *h, marks=() if s is Scheme.GROUPS6 or h[0] < 128 else pytest.mark.slow)
+        for s in (*PLANES, Scheme.INT4)
+        for h in HEADS.items()
+    ],
 )
-@pytest.mark.parametrize("scheme", [*PLANES, Scheme.INT4])
 def test_rows_within_groups_are_read_by_index(scheme, head, by_index, monkeypatch):
     """As a norm over a head's channels does: a sum over a row and one over all rows, compiled."""
     monkeypatch.setattr(packing, "_on_gpu", lambda _: True)

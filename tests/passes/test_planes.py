@@ -53,8 +53,15 @@ def readings(y):
     }
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(15, 192), slow(15, 96), slow(197, 1000)])
-@pytest.mark.parametrize("scheme", SHARING)
+@pytest.mark.parametrize(
+    ("scheme", "rows", "columns"),
+    [
+        slow(Scheme.INT4, 15, 192),
+        (Scheme.GROUPS6, 15, 192),
+        (Scheme.GROUPS12, 15, 192),
+        *(slow(scheme, *shape) for scheme in SHARING for shape in ((15, 96), (197, 1000))),
+    ],
+)
 def test_any_reading_of_what_shares_bytes(scheme, rows, columns, monkeypatch):
     monkeypatch.setattr(packing, "_on_gpu", lambda _: True)
     x = values((rows, columns), torch.float32, seed=6, spread=2.0)
@@ -197,7 +204,7 @@ def as_close_as_its_bits(how, tokens, device, bits, **options):
 HOW = ["chunk", "slices", "joint", "flip", "roll", "permute", "expand", "pad"]
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [slow(h) if h in ("slices", "flip", "roll") else h for h in HOW])
 def test_gradients_of_a_gated_unit(how):
     as_close_as_its_bits(how, 17, "cpu", bits=6)
 

@@ -107,7 +107,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", ["steep", pytest.param("poles", marks=pytest.mark.slow), "sorted"])
 def test_what_jumps_is_repaired_by_the_ninth_step(name, tmp_path, monkeypatch):
     """No rule knows which regions tolerate a rounded boundary: gradients are compared."""
     monkeypatch.setattr(acceptance, "folder", lambda: tmp_path)

@@ -59,8 +59,15 @@ def check(net, image):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32 sums in another order
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("bias", "channels_last"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "padding", "size"),
     [

@@ -45,15 +45,27 @@ def test_what_does_not_tolerate_rounding_stays_exact(function, why):
         assert cosine(p.grad, want) > 0.995
 
 
+ACTIVATIONS = {
+    "gelu": F.gelu, "silu": F.silu, "mish": F.mish, "relu": F.relu, "hardswish": F.hardswish,
+    "leaky relu": F.leaky_relu, "relu6": F.relu6,
+    "gelu by tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "squared relu": lambda h: F.relu(h).square(),
+}  # fmt: skip
+AT_ANY_SCALE = ("gelu", "relu6", "squared relu")
+"""Smooth, with two ends, with none: in the quick run the others have the usual scale only."""
+
+
 @pytest.mark.parametrize(
-    "activation",
-    [F.gelu, F.silu, F.mish, F.relu, F.hardswish, F.leaky_relu, F.relu6,
-     lambda h: F.gelu(h, approximate="tanh"), lambda h: F.relu(h).square()],
-)  # fmt: skip
-@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
-def test_activations_are_stored_rounded_at_any_scale(activation, spread):
+    ("name", "spread"),
+    [
+        pytest.param(n, s, marks=() if s == 1 or n in AT_ANY_SCALE else pytest.mark.slow)
+        for s in (0.01, 1.0, 30.0)
+        for n in ACTIVATIONS
+    ],
+)
+def test_activations_are_stored_rounded_at_any_scale(name, spread):
     torch.manual_seed(0)
-    layers, loss = followed_by_a_layer(lambda h: activation(h * spread))
+    layers, loss = followed_by_a_layer(lambda h: ACTIVATIONS[name](h * spread))
     x = torch.randn(256, 64)
     loss(x).backward()
     exact = [p.grad.clone() for p in layers.parameters()]
@@ -80,7 +92,9 @@ def test_what_is_saturated_everywhere_has_no_gradient(activation):
     assert not layers[0].weight.grad.any()
 
 
-@pytest.mark.parametrize("offset", [-4.0, -2.0, 2.0, 4.0])
+@pytest.mark.parametrize(
+    "offset", [-4.0, *(pytest.param(n, marks=pytest.mark.slow) for n in (-2.0, 2.0)), 4.0]
+)
 @pytest.mark.parametrize("activation", [torch.tanh, torch.erf, F.elu, F.gelu, F.silu, F.softplus])
 def test_saturated_channels_keep_their_small_gradients(activation, offset):
     torch.manual_seed(0)
@@ -131,7 +145,7 @@ def test_a_loss_near_its_target_stays_exact(loss_of, act):
         assert cosine(p.grad, want) > 0.998
 
 
-@pytest.mark.parametrize("mean", [0.0, 3.0, 100.0])
+@pytest.mark.parametrize("mean", [0.0, pytest.param(3.0, marks=pytest.mark.slow), 100.0])
 @pytest.mark.parametrize("norm", ["batch 1d", "batch 2d", "layer", "group"])
 def test_norms_keep_their_digits_whatever_the_mean(norm, mean):
     torch.manual_seed(0)

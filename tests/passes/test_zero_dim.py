@@ -28,7 +28,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("least", [0, 1, 4, 2**16])
+@pytest.mark.parametrize(
+    "least",
+    [0, pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(2**16, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_scalar_that_crosses(name, least, caplog):
     torch.manual_seed(0)

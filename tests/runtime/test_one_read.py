@@ -46,9 +46,9 @@ def test_rounding_is_unbiased_and_uncorrelated(born):
     t = transformed(x) / scale.double()[:, None]
     error = q - t
     assert abs(float(error.mean())) < 1e-3
-    tenth = ((t - t.floor()) * 10).long().clamp(0, 9)
-    for part in range(10):
-        assert abs(float(error[tenth == part].mean())) < 4e-3, part
+    tenth = ((t - t.floor()) * 10).long().clamp(0, 9).flatten()
+    means = tenth.bincount(error.flatten(), minlength=10) / tenth.bincount(minlength=10)
+    assert (means.abs() < 4e-3).all(), means
     for a, b in ((error[1:], error[:-1]), (error[:, 1:], error[:, :-1])):
         assert abs(float((a * b).mean() / error.square().mean())) < 4e-3
 
@@ -80,7 +80,7 @@ def ideal(g, x, w) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("outputs", [1000, 192])
+@pytest.mark.parametrize("outputs", [1000, pytest.param(192, marks=pytest.mark.slow)])
 def test_gradients_of_any_distribution(kind, outputs):
     """At most 1.5 times the error of ideal rows in 8 bits, beside what INT8 W and x cost (0.9 %
     and, with rows' scales in x, up to 4 %); nothing is lost on average."""
