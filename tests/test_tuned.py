@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 import types
 
 import pytest
@@ -279,10 +277,6 @@ class TestCommand:
         said = invoke(*words)
         assert said.exit_code == 2
         assert says in said.output
-
-    def test_other_commands_do_not_wait_for_the_cost_model(self):
-        code = "import sys, hot_compile.cli; assert 'hot_compile.passes.cost' not in sys.modules"
-        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_a_failure_keeps_nothing(self, rates_folder, monkeypatch):
         def fail(*_):

@@ -82,6 +82,9 @@ LOSSES = {
     "focal": (focal, FORWARD),
     "twice as much": (lambda y: 2 * ce(y) + ce(y).detach(), FORWARD),
 }
+PARTS = {"mean", "smoothed", "weighted", "ignore index"}
+"""Of other losses here, or run by other tests: the quick run leaves them out."""
+SLOW = pytest.mark.slow
 
 
 class Head(nn.Module):
@@ -132,12 +135,8 @@ def error(got, want):
     )
 
 
-PARTS = {"mean", "smoothed", "weighted", "ignore index"}
-"""Of other losses here, or run by other tests."""
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in PARTS else ()) for n in LOSSES]
+    "name", [pytest.param(n, marks=SLOW if n in PARTS else ()) for n in LOSSES]
 )
 def test_every_form_of_loss_is_taken_and_exact(name):
     loss, way = LOSSES[name]
@@ -148,18 +147,12 @@ def test_every_form_of_loss_is_taken_and_exact(name):
     assert error(got, truth) < 2e-6
 
 
-LOW = {("mean", torch.bfloat16), ("capped", torch.float16), ("z-loss", torch.bfloat16)}
-LOW.add(("smoothed", torch.float16))
+BF16, FP16 = torch.bfloat16, torch.float16
+LOW = [("mean", BF16), ("capped", FP16), ("z-loss", BF16), ("smoothed", FP16)]
+OTHER = [pytest.param(n, FP16 if d is BF16 else BF16, marks=SLOW) for n, d in LOW]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=() if (name, dtype) in LOW else pytest.mark.slow)
-        for name in ("mean", "capped", "z-loss", "smoothed")
-        for dtype in (torch.bfloat16, torch.float16)
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [*LOW, *OTHER])
 def test_low_precision_is_no_further_from_fp64_than_eager(dtype, name):
     loss, _ = LOSSES[name]
     model, x = Head(loss).to(dtype), inputs(dtype)
@@ -307,10 +300,8 @@ def test_a_16_bit_heads_sum_in_fp32_takes_no_more_than_its_logits(
     """8192 rows of Llama-3's head: g_w in fp32, and beside it in bf16, are as large as both are;
     so they are of few rows under autocast (None)."""
     monkeypatch.setattr(products, "_LEAST_BYTES", 1)
-    model, x = (
-        Head(lambda y: y.logsumexp(-1).mean()).to(dtype),
-        inputs(dtype or torch.float32, rows),
-    )
+    model = Head(lambda y: y.logsumexp(-1).mean()).to(dtype)
+    x = inputs(dtype or torch.float32, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
         _, (head,) = chunked(model, x, {"head_min_bytes": 1, **options})
     assert head.chunked == pays
