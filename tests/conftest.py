@@ -40,9 +40,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
-    frozen = (
-        gc.get_freeze_count()
-    )  # counts one by one, and every compile asks: a twentieth of its time
+    frozen = gc.get_freeze_count()  # counted one by one, which every compile asks for
     gc.get_freeze_count = lambda: frozen
     gc.set_threshold(20_000, 20, 20)
     trace = logging.getLogger("torch.__trace")  # made by importing torch, which tests did

@@ -38,9 +38,9 @@ def _unless_heard(module: Any, name: str, nothing: Any) -> Callable[..., Any]:
 
     write, logs = getattr(module, name), (module.aot_joint_log, module.aot_graphs_log)
 
-    def written(*args: Any) -> Any:
+    def written(*args: Any, **keywords: Any) -> Any:
         heard = trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs)
-        return write(*args) if heard else nothing
+        return write(*args, **keywords) if heard else nothing
 
     return written
 

@@ -53,7 +53,7 @@ def step_of(model, loss, inside, **options):
 
 
 QUICK = {"pairs by index", "R-Drop", "Pearson", "two towers"}
-"""The others: ``-m slow``. A critic's is what other tests here train (``train_critic``)."""
+"""The others: ``-m slow``. Critics and finite differences are what other tests here train."""
 SIDES = [
     pytest.param(name, inside, marks=() if name in QUICK and not inside else pytest.mark.slow)
     for name in CASES
