@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.planes import UPPER_HALF, WHOLE, WHOLE_WORD
-from hot_compile.runtime.pointwise import Number, taught
+from hot_compile.runtime.planes import UPPER_HALF
+from hot_compile.runtime.pointwise import WHOLE, WHOLE_WORD, Number, taught
 
 _NAN_WORD = 0x7FC00000
 _SHORT = 32

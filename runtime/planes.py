@@ -25,11 +25,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from hot_compile.runtime.pointwise import Number, decoded, taught, uncounted
+from hot_compile.runtime.pointwise import Number, as_number, decoded, taught, uncounted
 
-WHOLE, WHOLE_WORD = 1.5 * 2.0**23, 0x4B400000
-"""fp32's numbers from here on are whole, and the last bits of a sum with this one are the other
-summand; and this number's bits."""
 UPPER_HALF = -0x10000
 """Of a 32-bit word: the bits of a bf16 number in those of the same number in fp32."""
 MASK_BITS = 8
@@ -162,18 +159,13 @@ def lowered() -> None:
     number = functools.partial(ops.constant, dtype=torch.float32)
     whole = functools.partial(ops.constant, dtype=torch.int32)
 
-    def as_number(code: Any) -> Any:
-        # a whole number becomes fp32 by an addition to its bits: a conversion takes a GPU eight
-        bits = ops.add(code, whole(WHOLE_WORD))
-        return ops.sub(ops.to_dtype_bitcast(bits, torch.float32, torch.int32), number(WHOLE))
-
     @register_lowering(torch.ops.hot.restored_planes.default, type_promotion_kind=None)
     def _(upper: Any, lower: Any, scale: Any, pieces: int, levels: int, root: bool) -> Any:
         width = _bits_of(upper.get_dtype())
 
         def element(words: Sequence[Any], piece: Any) -> Any:
             high, low = (ops.to_dtype(word, torch.int32) for word in words[:2])
-            code = as_number(_code(high, low, piece, ops, whole, pieces, width))
+            code = as_number(_code(high, low, piece, ops, whole, pieces, width), True)
             return decoded(code, ops.to_dtype(words[2], torch.float32), ops, number, levels, root)
 
         *outer, groups, part, lanes = upper.get_size()
@@ -189,7 +181,7 @@ def lowered() -> None:
             scale, minimum = (
                 ops.to_dtype_bitcast(bits, torch.float32, torch.int32) for bits in (scale, minimum)
             )
-            return ops.add(ops.mul(as_number(step), scale), minimum)
+            return ops.add(ops.mul(as_number(step, True), scale), minimum)
 
         *outer, groups, part, lanes = packed.get_size()
         place = _Place((*outer, groups), part, lanes, 2)

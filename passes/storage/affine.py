@@ -8,7 +8,7 @@ moves three bytes an element is bound by that: 66 us for images of a ResNet-50 w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -25,9 +25,12 @@ Steps = tuple[tuple[fx.Node, fx.Node], ...]
 """(a step, its vector), each of the one before or of casts of it."""
 
 
-def fold_channel_steps(image: fx.Node) -> int:
+def fold_channel_steps(image: fx.Node, saved: Mapping[fx.Node, fx.Node] | None = None) -> int:
     """Fold, in place, every chain of steps by channel that goes on from ``image``, a restored
     tensor, together with those that restore it.
+
+    Args:
+        saved: what the forward gives for placeholders of this backward.
 
     Returns how many were folded.
     """
@@ -39,7 +42,7 @@ def fold_channel_steps(image: fx.Node) -> int:
     fewest = len(restoring) + (1 if restoring else _FEWEST)
     found = [e for e in _ends(image, restoring, channels) if len(e[1]) >= fewest]
     for end, steps in found:
-        _fold(start, end, steps)
+        _fold(start, end, steps, saved or {})
     return len(found)
 
 
@@ -84,9 +87,9 @@ def _vector(step: fx.Node, before: object, channels: int) -> fx.Node | None:
     return right if fp32 and sizes[-IMAGE_DIMS:] == (1, channels, 1, 1) else None
 
 
-def _fold(start: fx.Node, end: fx.Node, steps: Steps) -> None:
+def _fold(start: fx.Node, end: fx.Node, steps: Steps, saved: Mapping[fx.Node, fx.Node]) -> None:
     emit = Emitter(end.graph, end, end)
-    factor, offset = _map(emit, steps)
+    factor, offset = _map(emit, steps, saved)
     result = emit.cast(start, torch.float32)
     if factor is not None:
         result = emit(aten.mul.Tensor, result, emit.from_memory(factor))
@@ -95,7 +98,9 @@ def _fold(start: fx.Node, end: fx.Node, steps: Steps) -> None:
     end.replace_all_uses_with(emit.cast(result, end.meta["val"].dtype))
 
 
-def _map(emit: Emitter, steps: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Node | None]:
+def _map(
+    emit: Emitter, steps: Sequence[tuple[fx.Node, fx.Node]], saved: Mapping[fx.Node, fx.Node]
+) -> list[fx.Node | None]:
     """[factor, offset] that all ``steps`` are together; None for 1 and 0."""
     factor: fx.Node | None = None
     offset: fx.Node | None = None
@@ -105,8 +110,25 @@ def _map(emit: Emitter, steps: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Nod
             offset = offset and emit(aten.mul.Tensor, offset, vector)
         elif offset is None:
             offset = vector if step.target is aten.add.Tensor else emit(aten.neg.default, vector)
-        elif step.target is aten.sub.Tensor and strip(offset, IN_ORDER) is strip(vector, IN_ORDER):
+        elif step.target is aten.sub.Tensor and _made(offset, saved) is _made(vector, saved):
             offset = None  # the mean that was stored, and the norm's: one tensor
         else:
             offset = emit(step.target, offset, vector)
     return [factor, offset]
+
+
+def _made(vector: fx.Node, saved: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What ``vector`` is another form of; one that was saved twice is one in the forward."""
+    node = _same_values(vector)
+    return _same_values(saved[node]) if node in saved else node
+
+
+def _same_values(node: fx.Node) -> fx.Node:
+    """``node`` followed back through views, and casts to the dtype that it has."""
+    while True:
+        before = strip(node, IN_ORDER)
+        if before.target in CASTS and before.meta["val"].dtype is before.args[0].meta["val"].dtype:  # type: ignore[union-attr]
+            before = before.args[0]  # type: ignore[assignment]
+        if before is node:
+            return node
+        node = before

@@ -18,7 +18,7 @@ from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.around import Sample, less_batch_mean, plus_batch_mean
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.runtime import coding, planes, pointwise
-from hot_compile.runtime.planes import MASK_BITS, STEPS12, UPPER_HALF, WHOLE, WHOLE_WORD
+from hot_compile.runtime.planes import MASK_BITS, STEPS12, UPPER_HALF
 
 _TINY = 2.0**-120
 _STEPS4 = 15
@@ -144,8 +144,7 @@ def _restore_channels(
     """
     code, scale, mean = parts
     pointwise.lowered()
-    number = _number(emit, _without_mask(emit, code, scheme))
-    power = emit(torch.ops.hot.fourth_power.default, number)
+    power = emit(torch.ops.hot.fourth_power.default, _without_mask(emit, code, scheme))
     image = _laid_out(emit, power, code, like, scheme)
     shape = [1, emit.size(image, CHANNEL_DIM), *[1] * (like.dim() - 2)]
     for op, vector in ((aten.mul.Tensor, scale), (aten.add.Tensor, mean)):
@@ -168,21 +167,13 @@ def _code(
     return emit(torch.ops.hot.code.default, values, reciprocal, levels, root, finite)
 
 
-def _number(emit: Emitter, code: fx.Node) -> fx.Node:
-    """A whole number below 2 ** 22 in size as fp32, by an addition where that is faster."""
-    if not _on_gpu(code):
-        return emit.cast(code, torch.float32)
-    bits = emit(aten.add.Tensor, emit.cast(code, torch.int32), WHOLE_WORD)
-    return emit(aten.sub.Tensor, _as_float(emit, bits), WHOLE)
-
-
 def _decode(
     emit: Emitter, code: fx.Node, scale: fx.Node, levels: int, root: bool = True
 ) -> fx.Node:
     """What ``pointwise.decoded`` says; fp32."""
     pointwise.lowered()
     scale = emit.cast(scale, torch.float32)
-    return emit(torch.ops.hot.restored.default, _number(emit, code), scale, levels, root)
+    return emit(torch.ops.hot.restored.default, code, scale, levels, root)
 
 
 def _centred(
@@ -359,7 +350,7 @@ def _unpack_int4(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> f
     word = emit(aten.unsqueeze.default, word, -3)
     scale = _as_float(emit, emit(aten.bitwise_and.Scalar, word, UPPER_HALF))
     minimum = _as_float(emit, emit(aten.bitwise_left_shift.Tensor_Scalar, word, 16))
-    scaled = emit(aten.mul.Tensor, _number(emit, step), scale)
+    scaled = emit(aten.mul.Tensor, emit.cast(step, torch.float32), scale)
     return emit(aten.add.Tensor, scaled, minimum)
 
 

@@ -204,8 +204,10 @@ class _Edit:
         for view in views:  # what it reads may have changed its layout; Inductor does the same
             view.target = aten.reshape.default
         refresh([*self._restored, *self._copied_again()])
+        pairs = saved_pairs(self._forward, self._backward, self._user_outputs)
+        saved = {there: value for value, there in pairs}
         for value in self._restored:
-            fold_channel_steps(value)
+            fold_channel_steps(value, saved)
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
