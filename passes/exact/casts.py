@@ -1,20 +1,23 @@
-"""Casts of weights, and batch norms' counts of steps, made by one launch for a group of them.
+"""Casts of weights and of their gradients, and batch norms' counts of steps, made by one launch for
+a group of them.
 
 Under autocast a step casts every weight and every bias, and a backward that keeps no casts from the
 forward (they would take two bytes a parameter) makes them again. As kernels of their own they are a
 fifth of GPT-2's launches on a GPU, which runs each for a microsecond while the host takes ten. An
-EfficientNet-B0's 81 convolutions and 49 counts are an eighth of its.
+EfficientNet-B0's 81 convolutions and 49 counts are an eighth of its, and a tenth the casts of what
+libraries give for its weights.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten, is_ours, value_of
+from hot_compile.passes.base.graph import aten, is_ours, strip, value_of
 from hot_compile.passes.base.operators import (
     BATCHED_PRODUCTS,
     CONVOLUTIONS,
@@ -27,15 +30,23 @@ from hot_compile.runtime import casts
 CAST = torch.ops.prims.convert_element_type.default
 _LIBRARIES = MATRIX_PRODUCTS.keys() | BATCHED_PRODUCTS | CONVOLUTIONS
 GROUP_BYTES = 2**25
-"""Most bytes of a group: what is cast before its turn takes memory until it comes."""
+"""Most bytes of a group: what is cast before its turn takes memory until it comes, and so does a
+gradient that waits for others."""
+_SHORT_BYTES = 2**22
+"""Of a gradient whose cast takes a GPU no longer than its launch takes the host."""
 
 
 def cast_together(graph: fx.Graph) -> int:
-    """Group the casts of ``graph``'s inputs in place; returns how many are in groups."""
+    """Group the casts of ``graph``'s inputs, and of its small results, in place; returns how many
+    are in groups.
+
+    Those of inputs are where the first was, those of results where the last was.
+    """
     count = 0
     for group in list(cast_groups(graph)):
         casts.lowered()
-        emit = Emitter(graph, group[0], group[0])
+        place = group[0] if _of_an_input(group[0]) else group[-1]
+        emit = Emitter(graph, place, place)
         sources = [node.args[0] for node in group]
         made = emit(torch.ops.hot.cast_together.default, sources, group[0].args[1])
         for node, part in zip(group, emit.parts(made), strict=True):
@@ -80,10 +91,11 @@ def cast_groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Two or more casts each, alike in device and both dtypes, in the order of the graph."""
     open_: dict[object, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=CAST):
-        if not _of_an_input(node) or not _read_from_memory(node):
+        result = _of_a_result(node)
+        if not (result or (_of_an_input(node) and _read_from_memory(node))):
             continue
         source = value_of(node.args[0])
-        kind = (source.device, source.dtype, node.args[1])
+        kind = (source.device, source.dtype, node.args[1], result)
         group = open_.setdefault(kind, [])
         if group and _bytes([*group, node]) > GROUP_BYTES:
             yield from _worth_it(group)
@@ -104,8 +116,20 @@ def _bytes(group: list[fx.Node]) -> int:
 
 def _of_an_input(node: fx.Node) -> bool:
     source = node.args[0]
-    if not isinstance(source, fx.Node) or source.op != "placeholder":
+    return isinstance(source, fx.Node) and source.op == "placeholder" and _lies_flat(source)
+
+
+def _of_a_result(node: fx.Node) -> bool:
+    """A library made it, and the caller gets the cast and nothing else does: a small gradient."""
+    if any(user.op != "output" for user in node.users) or not isinstance(node.args[0], fx.Node):
         return False
+    made = strip(node.args[0], VIEWS)
+    made = made.args[0] if made.target is operator.getitem else made  # type: ignore[assignment]
+    small = made.target in _LIBRARIES and bytes_of(value_of(node)) <= _SHORT_BYTES
+    return small and _lies_flat(node.args[0])
+
+
+def _lies_flat(source: fx.Node) -> bool:
     value = source.meta.get("val")
     return (
         isinstance(value, torch.Tensor)

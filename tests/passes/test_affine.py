@@ -105,6 +105,33 @@ def test_what_restores_an_image_goes_into_every_chain(tensors, same):
     torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_mean_that_was_saved_twice_is_one(tensors):
+    """By two placeholders of a backward, one of which the forward gives as a view of the other."""
+
+    def norm(call, code, mean, rstd, other, bias):
+        image = call(ADD, call(MUL, call(torch.ops.hot.fourth_power.default, code), rstd), mean)
+        again = call(torch.ops.prims.convert_element_type.default, other, torch.float32)
+        return call(MUL, call(SUB, image, again), bias)
+
+    tensors[3] = tensors[1].view(16, 1, 1)
+    graph, _ = graph_of(norm, tensors)
+    _, mean, _, other, _ = graph.find_nodes(op="placeholder")
+    forward = fx.Graph()
+    saved = forward.placeholder("mean")
+    saved.meta["val"] = mean.meta["val"]
+    view = forward.call_function(aten.squeeze.dims, (saved, [0]))
+    view.meta["val"] = other.meta["val"]
+    want = run(graph, tensors)
+    (image,) = (n for n in graph.nodes if n.target is ADD)
+    assert fold_channel_steps(image, {mean: saved, other: view}) == 1
+    graph.eliminate_dead_code()
+    graph.lint()
+    assert not graph.find_nodes(op="call_function", target=ADD)
+    assert not mean.users
+    assert not other.users
+    torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "steps",
     [

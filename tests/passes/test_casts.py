@@ -46,6 +46,40 @@ def test_casts_of_inputs_are_one_call():
     graph.lint()
 
 
+def gradients(read=None, sizes=((8, 16), (1, 17), (2048, 1024))):
+    """Products' results cast to fp32 and returned, as a backward does it; ``read`` of the first."""
+    graph, results = fx.Graph(), []
+    end = graph.output(())
+    with FakeTensorMode():
+        for number, (rows, columns) in enumerate(sizes):
+            with graph.inserting_before(end):
+                pair = [graph.placeholder(f"p{number}{side}") for side in "ab"]
+            pair[0].meta["val"] = torch.empty(rows, 32, dtype=BF16, device="cuda")
+            pair[1].meta["val"] = torch.empty(32, columns, dtype=BF16, device="cuda")
+            emit = Emitter(graph, end, pair[0])
+            results.append(emit.cast(emit(aten.mm.default, *pair), torch.float32))
+    if read:
+        results.append(emit(read, results[0]))
+    end.args = (tuple(results),)
+    return graph
+
+
+def test_small_results_are_cast_where_the_last_is_made():
+    graph = gradients()
+    assert casts.cast_together(graph) == 2
+    (together,) = graph.find_nodes(op="call_function", target=torch.ops.hot.cast_together.default)
+    assert [node.target for node in together.args[0]] == [aten.mm.default] * 2
+    assert len(graph.find_nodes(op="call_function", target=casts.CAST)) == 1  # the large one
+    graph.lint()
+
+
+def test_results_that_others_read_stay():
+    graph = gradients(aten.neg.default)
+    before = str(graph)
+    assert casts.cast_together(graph) == 0
+    assert str(graph) == before
+
+
 def test_groups_end_where_they_would_take_too_much_memory(monkeypatch):
     monkeypatch.setattr(casts, "GROUP_BYTES", 2 * (64 * 64 + 64) * 2)
     graph = layers(count=5)

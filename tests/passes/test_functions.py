@@ -1,8 +1,13 @@
 """Short forms of functions on a GPU: where they stand, and how far they are from the truth."""
 
+import os
+import re
+
+import absent_gpu
 import pytest
 import torch
-from torch import fx
+from forked import in_a_process
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.base.emit import Emitter
@@ -123,3 +128,44 @@ def test_a_deep_argument_is_read_once_a_level_and_only_so_deep(deeper):
         return emit(SIGMOID, x)
 
     assert functions.shorten_functions(graph_of(deep)) == 1 - deeper
+
+
+def inverted():
+    """An inverted residual's way out and back: images that are restored for a SiLU's gradient."""
+    model = nn.Sequential(
+        nn.Conv2d(32, 96, 1), nn.BatchNorm2d(96), nn.SiLU(),
+        nn.Conv2d(96, 96, 3, padding=1, groups=96), nn.BatchNorm2d(96), nn.SiLU(),
+        nn.Conv2d(96, 32, 1), nn.BatchNorm2d(32),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+    pixels = torch.randn(16, 32, 28, 28)
+    return model, lambda forward: forward(pixels).square().mean()
+
+
+def wide_images(folder):
+    """fp32 images that a step's backward, written for a GPU, has in memory.
+
+    ``folder``: what Inductor writes is there.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    codes, write = [], absent_gpu._write
+
+    def written(lowering, *rest, **keywords):
+        codegen = lowering.codegen
+
+        def noted():
+            code = codegen()
+            codes.append(code[0].value)
+            return code
+
+        lowering.codegen = noted
+        return write(lowering, *rest, **keywords)
+
+    absent_gpu._write = written
+    absent_gpu.pretend(kernels=False)
+    graphs = absent_gpu.lowered(inverted, {"min_gain": 100, "memory": "all"})
+    assert graphs == [("forward", ""), ("backward", "")], graphs
+    return re.findall(r"empty_strided_cuda\(\(16, \d+, 28, 28\).*float32\)", codes[-1])
+
+
+def test_restoring_is_no_reason_to_write_an_image_in_fp32(tmp_path):
+    assert not in_a_process(wide_images, str(tmp_path))
