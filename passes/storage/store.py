@@ -205,9 +205,9 @@ class _Edit:
             view.target = aten.reshape.default
         refresh([*self._restored, *self._copied_again()])
         pairs = saved_pairs(self._forward, self._backward, self._user_outputs)
-        saved = {there: value for value, there in pairs}
+        given = {there: value for value, there in pairs}
         for value in self._restored:
-            fold_channel_steps(value, saved)
+            fold_channel_steps(value, given)
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
