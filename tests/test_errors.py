@@ -276,7 +276,7 @@ def bad_profiles():
     yield pytest.param("[/red]", id="markup")
 
 
-@pytest.mark.parametrize("text", bad_profiles())
+@pytest.mark.parametrize("text", [*bad_profiles()])
 def test_bad_profiles(tmp_path, text):
     path = tmp_path / "[/red].json"
     path.parent.mkdir()

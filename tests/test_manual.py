@@ -156,7 +156,7 @@ def lines(text):
     return [line for line in whole.splitlines() if line.strip() and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("text", blocks(["sh", "bash"]))
+@pytest.mark.parametrize("text", [*blocks(["sh", "bash"])])
 def test_commands(text):
     """Their options are those that the command has."""
     variables = {}

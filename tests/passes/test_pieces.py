@@ -60,7 +60,7 @@ def traced(function):
     return graph, inputs
 
 
-@pytest.mark.parametrize("scheme", filter(in_groups, Scheme))
+@pytest.mark.parametrize("scheme", [*filter(in_groups, Scheme)])
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_libraries_read_is_the_same_in_pieces(name, scheme):
     module, inputs = traced(RESULTS[name])

@@ -107,7 +107,7 @@ def every_how():
     yield How(per_row=False, per_channel=False)
 
 
-@pytest.mark.parametrize("how", every_how(), ids=lambda how: "")
+@pytest.mark.parametrize("how", [*every_how()], ids=lambda how: "")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_nodes_compute_what_the_function_computes_and_all_of_it_has_a_price(strategy, how):
     """The same function on tensors, on a graph's nodes and on sizes."""

@@ -62,7 +62,7 @@ def close(got, want, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("bias", "column"), itertools.product((False, True), repeat=2))
+@pytest.mark.parametrize(("bias", "column"), [*itertools.product((False, True), repeat=2)])
 @pytest.mark.parametrize("rows", [0, 1, 50])
 def test_both_is_its_definition(form, bias, column, rows):
     given, coefficients = operands(rows, bias=bias, column=column), torch.randn(3, rows)

@@ -128,7 +128,7 @@ def test_the_error_is_noise():
     assert float(total.norm()) < 1.5 * noise**0.5
 
 
-@pytest.mark.parametrize("wanted", itertools.product((True, False), repeat=3))
+@pytest.mark.parametrize("wanted", [*itertools.product((True, False), repeat=3)])
 def test_what_is_not_wanted_is_empty(wanted):
     x, weight, target = operands(20, 100)
     given = (x, weight, None, target, None, coefficients_of(target), *FORM, None)
