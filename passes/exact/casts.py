@@ -125,8 +125,8 @@ def _of_a_result(node: fx.Node) -> bool:
         return False
     made = strip(node.args[0], VIEWS)
     made = made.args[0] if made.target is operator.getitem else made  # type: ignore[assignment]
-    small = made.target in _LIBRARIES and bytes_of(value_of(node)) <= _SHORT_BYTES
-    return small and _lies_flat(node.args[0])
+    flat = made.target in _LIBRARIES and _lies_flat(node.args[0])
+    return flat and bytes_of(value_of(node)) <= _SHORT_BYTES
 
 
 def _lies_flat(source: fx.Node) -> bool:
@@ -136,8 +136,8 @@ def _lies_flat(source: fx.Node) -> bool:
         and value.device.type == "cuda"
         and value.is_floating_point()
         and value.dim() > 0
-        and value.is_contiguous()
         and all(isinstance(size, int) for size in value.shape)
+        and value.is_contiguous()
         and lies_as_any(value)
     )
 
