@@ -58,10 +58,10 @@ class _Device(contextlib.nullcontext[None]):
         super().__init__()
 
 
-def pretend(kernels: bool) -> None:
+def pretend(kernels: bool, written: Callable[[str], object] = lambda _: None) -> None:
     """Have torch and Triton believe in a GPU, in this process, from now on.
 
-    ``kernels``: Triton compiles what Inductor writes.
+    ``kernels``: Triton compiles what Inductor writes. ``written`` is called with each graph's code.
     """
     import triton
     from torch._dynamo import device_interface
@@ -106,7 +106,7 @@ def pretend(kernels: bool) -> None:
     config.joint_graph_constant_folding = config.shape_padding = False
     _Views.watch()
     for name in ("_compile_to_module", "compile_to_module", "compile_to_fn"):
-        setattr(GraphLowering, name, functools.partialmethod(_write, kernels))
+        setattr(GraphLowering, name, functools.partialmethod(_write, kernels, written))
 
 
 class _Views:
@@ -142,14 +142,18 @@ def _strides(buffer: Any) -> list[Any]:
     return list(getattr(buffer.layout, "stride", ()))
 
 
-def _write(lowering: Any, kernels: bool, *_: Any, **__: Any) -> None:
+def _write(
+    lowering: Any, kernels: bool, written: Callable[[str], object], *_: Any, **__: Any
+) -> None:
     """The code is written, and perhaps its kernels compiled, but not called."""
     from torch._inductor.codecache import PyCodeCache
 
     code = lowering.codegen()
     assert not (stale := _Views.stale()), f"read elsewhere than written: {stale}"
     code = code[0] if isinstance(code, tuple) else code
-    for name, source in KERNEL.findall(getattr(code, "value", code)) if kernels else ():
+    text: str = getattr(code, "value", code)
+    written(text)
+    for name, source in KERNEL.findall(text) if kernels else ():
         getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
     raise Lowered
 
