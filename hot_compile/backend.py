@@ -24,7 +24,7 @@ from .detached_logits import detach_logits, tied
 from .figures import code_key, graph_key, keeping
 from .frameworks import trace_past_warnings
 from .guarantee import Guaranteed, Way
-from .inductor import existing_passes, inductor_patches
+from .inductor import existing_passes, inductor_patches, keyed_by_graph
 from .observing import acceptance
 from .observing.acceptance import Acceptance, Findings
 from .observing.auto import Notes, Observing, code_being_compiled, graph_digest
@@ -231,8 +231,9 @@ class _Graph:
         if partitioner.uuid() is None:  # the user's has none; torch would cache its work regardless
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
+        lower = keyed_by_graph(self.inner_compile)
         with collected_later():
-            run: Any = compile_fx(self.gm, self.example_inputs, self.inner_compile, patches)
+            run: Any = compile_fx(self.gm, self.example_inputs, lower, patches)
         held.tell()
         return run
 

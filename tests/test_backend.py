@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from forked import in_a_process
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
 
 from hot_compile.backend import hot
 from hot_compile.errors import OptionError, PassDisabledError
@@ -136,6 +138,31 @@ def test_fullgraph_and_dynamic():
     compiled = torch.compile(model, backend="hot", fullgraph=True, dynamic=True, options=ALWAYS)
     for batch in (200, 300):
         compiled(torch.randn(batch, 64)).sum().backward()
+
+
+class Alike(nn.Module):
+    """Blocks that are graphs of their own, as DistributedDataParallel makes of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = mlp(), mlp(), mlp()
+
+    def forward(self, x):
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        x = self.two(x)
+        torch._dynamo.graph_break()
+        return self.three(x)
+
+
+def test_graphs_that_are_alike_are_lowered_once():
+    counters["inductor"].clear()
+    x = torch.randn(40, 64, requires_grad=True)
+    with fresh_cache():
+        gradients(Alike(), x, backend="hot", options=ALWAYS)
+    # a forward and a backward; neither names of modules nor our passes make them others
+    assert counters["inductor"]["fxgraph_cache_miss"] == 2
+    assert counters["inductor"]["fxgraph_cache_hit"] == 4
 
 
 def test_dump_writes_every_stage_even_when_the_cache_would_hit(tmp_path):

@@ -19,6 +19,7 @@ from hot_compile import guarantee
 from hot_compile.backend import _NEW_GRAPH, hot
 from hot_compile.config import HotConfig
 from hot_compile.errors import OptionError
+from hot_compile.inductor import Ran
 from hot_compile.passes import hooks, pipeline
 from hot_compile.passes.base.steps import Step
 from hot_compile.record import run_uncompiled
@@ -217,7 +218,7 @@ PLACES = ("compiling a forward", "compiling a backward", "running a forward", "r
 
 def rewritten(code):
     """The graph went through our passes."""
-    return isinstance(inductor_config.custom_partitioner_fn, hooks.Partitioner)
+    return isinstance(inductor_config.joint_custom_pre_pass, Ran)
 
 
 @pytest.mark.parametrize("place", PLACES)

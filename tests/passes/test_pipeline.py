@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
@@ -117,15 +118,19 @@ def test_inductor_may_copy_its_configuration():
     """As it does to write a trace; copies of the fake tensors that graphs hold crashed."""
     copied = []
 
-    def look(gm, example_inputs, **_):
-        for name in ("joint_custom_pre_pass", "custom_partitioner_fn"):
-            mine = getattr(inductor_config, name)
-            copied.append(copy.deepcopy(mine) is mine)
-        return run_uncompiled(gm)
+    class Looks(CustomGraphPass):
+        def __call__(self, graph):
+            for name in ("joint_custom_pre_pass", "custom_partitioner_fn"):
+                mine = getattr(inductor_config, name)
+                copied.append(copy.deepcopy(mine) is mine)
 
-    backend = functools.partial(hot, inner_compile=look)
+        def uuid(self):
+            return "looks"
+
+    backend = functools.partial(hot, inner_compile=run_uncompiled)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48))
-    torch.compile(model, backend=backend)(torch.randn(64, 32)).sum().backward()
+    step = torch.compile(model, backend=backend, options={"joint_custom_pre_pass": Looks()})
+    step(torch.randn(64, 32)).sum().backward()
     assert copied
     assert all(copied)
 
