@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hot_compile.passes.base.graph import graphs_of
 from hot_compile.passes.cost.tuned import in_job
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAMPLE = 4096
 """Values of each output by which a forward is recognised as that of the same step."""
 
@@ -243,8 +245,12 @@ def called_in(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def called_by(node: fx.Node) -> str:
-    """What a node calls, by name, with its module's."""
-    return f"{node.target} {getattr(node.target, '__module__', '')}"
+    """What a node calls, by name, with its module's.
+
+    Without the address of a function that Dynamo made, as torch 2.11 does of what DTensors do:
+    processes of a job know a graph by these names, and waited two minutes for each other at each.
+    """
+    return _ADDRESS.sub("", f"{node.target} {getattr(node.target, '__module__', '')}")
 
 
 def sends(called: str) -> bool:

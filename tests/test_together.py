@@ -17,6 +17,7 @@ from test_two_processes import distributed, parallel, whole
 from torch import nn
 
 from hot_compile import reproduction
+from hot_compile.again import called_by
 from hot_compile.backend import hot
 from hot_compile.passes import pipeline
 from hot_compile.record import run_uncompiled
@@ -124,6 +125,20 @@ SHORT = [
 
 def test_what_fails_in_one_process_both_leave_out(tmp_path):
     in_two_processes(agree, tmp_path, SHORT)
+
+
+def test_processes_know_a_graph_by_names_that_are_the_same_in_each():
+    def made():
+        def inner(x):
+            return x
+
+        return inner
+
+    graph = torch.fx.Graph()
+    one, other = (graph.call_function(made(), (graph.placeholder("x"),)) for _ in range(2))
+    assert str(one.target) != str(other.target)
+    assert called_by(one) == called_by(other)
+    assert "made.<locals>.inner" in called_by(one)
 
 
 @pytest.mark.slow
