@@ -45,6 +45,7 @@ def _flux(size: Size) -> Made:
     """Flux's: two kinds of blocks, those of two streams and twice as many of one."""
     from diffusers import FluxTransformer2DModel
 
+    torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's fails in a backward of this size
     side, depth, batch = size.image or 64, size.depth or 2, size.batch
     model = FluxTransformer2DModel(
         num_layers=depth, num_single_layers=2 * depth, joint_attention_dim=JOINT,

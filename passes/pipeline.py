@@ -22,6 +22,7 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.base.steps import Step
 from hot_compile.passes.context import Context
+from hot_compile.passes.exact.attention import lay_out_alike
 from hot_compile.passes.exact.casts import cast_together, count_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
@@ -444,6 +445,10 @@ def _casts(cut: Partitioned) -> int:
     return sum(map(cast_together, cut.graphs)) + count_together(cut.forward.graph)
 
 
+def _attention(cut: Partitioned) -> int:
+    return lay_out_alike(cut.backward.graph)
+
+
 def _kernels(cut: Partitioned) -> int:
     return 0 if cut.plan is None else keep_themselves(cut.forward.graph)
 
@@ -484,6 +489,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("pieces", _pieces, changes=True),
     Step("sums", _sums, changes=True),
     Step("casts", _casts, changes=True),
+    Step("attention", _attention, changes=True),
     Step("kernels", _kernels, changes=True),
 )
 """On the forward and the backward that min-cut made."""

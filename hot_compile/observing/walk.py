@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hot_compile.again import Again, RandomState, cuda_devices, differentiable, fresh, sampled
-from hot_compile.observing.draws import Draws, Mark
+from hot_compile.observing.draws import Draws, Mark, draws_numbers
 from hot_compile.observing.stretches import (
     Head,
     Sizes,
@@ -165,10 +165,30 @@ class _Autocasts:
             made = node.target(device, dtype, enabled and not self._full, cached)  # type: ignore
             self._entered[node] = made
             return made
-        made = self._interpreter.run_node(node)
+        with _any_but_cudnn() if _may_be_any(node) else contextlib.nullcontext():
+            made = self._interpreter.run_node(node)
         if leaves_autocast(node):
             self._entered.pop(node.args[0])  # type: ignore[arg-type]
         return made
+
+
+def _may_be_any(node: fx.Node) -> bool:
+    """An attention that other kernels than cuDNN's compute as well, in as little memory."""
+    masks = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None
+    plain = not draws_numbers(node) and not (masks and node.kwargs.get("enable_gqa"))
+    return plain and "attention" in str(getattr(node.target, "__name__", node.target))
+
+
+@contextlib.contextmanager
+def _any_but_cudnn() -> Iterator[None]:
+    """Inside, attention is not cuDNN's: torch keeps plans of its backward without the strides of
+    the gradient that comes to it (``passes/exact/attention.py``), and a cut may change these."""
+    usual = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(usual)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,9 +177,12 @@ def returned(graph: fx.Graph) -> list[Any]:
 
 
 def strip(node: fx.Node, kinds: Set[Any]) -> fx.Node:
-    """``node`` followed back through the first operand of nodes whose target is in ``kinds``."""
-    while node.target in kinds:
-        node = node.args[0]  # type: ignore[assignment]
+    """``node`` followed back through the first operand of nodes whose target is in ``kinds``.
+
+    A list of operands, as a concatenation has, ends the way.
+    """
+    while node.target in kinds and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     return node
 
 

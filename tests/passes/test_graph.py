@@ -61,3 +61,10 @@ def test_arguments_by_name():
     named = dict(questions.named_arguments(total))
     assert named["dim"] == [1]
     assert "self" in named
+
+
+def test_a_list_of_operands_ends_the_way_back():
+    gm = make_fx(lambda x: torch.cat([x.t(), x.t()]).t().t())(torch.randn(3, 3))
+    (joined,) = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+    kinds = {aten.t.default, aten.cat.default}
+    assert questions.strip(questions.returned(gm.graph)[0], kinds) is joined
