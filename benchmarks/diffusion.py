@@ -22,7 +22,7 @@ Made = tuple[nn.Module, dict[str, Tensor]]
 
 
 def _given(batch: int, text: int, **more: Tensor) -> dict[str, Tensor]:
-    """A text's embeddings, as wide as ``text``, and how noisy latents are."""
+    """A text's embeddings, as wide as ``text``, and how noisy latents are: of 1000, or as told."""
     embeddings = torch.randn(batch, TEXT, text)
     return {"encoder_hidden_states": embeddings, "timestep": torch.rand(batch) * 999, **more}
 
@@ -56,6 +56,7 @@ def _flux(size: Size) -> Made:
     return model, _given(
         batch, JOINT, hidden_states=torch.randn(batch, side * side, 64), img_ids=places,
         txt_ids=torch.zeros(TEXT, 3), pooled_projections=torch.randn(batch, 768),
+        timestep=torch.rand(batch),
     )  # fmt: skip
 
 

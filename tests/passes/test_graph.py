@@ -67,4 +67,4 @@ def test_a_list_of_operands_ends_the_way_back():
     gm = make_fx(lambda x: torch.cat([x.t(), x.t()]).t().t())(torch.randn(3, 3))
     (joined,) = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
     kinds = {aten.t.default, aten.cat.default}
-    assert questions.strip(questions.returned(gm.graph)[0], kinds) is joined
+    assert questions.strip(gm.graph.output_node().args[0], kinds) is joined
