@@ -223,7 +223,10 @@ class Rounding(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.SiLU()) for _ in range(6)]
-        self.body, self.inside = nn.Sequential(*blocks, nn.Linear(64, 8)), inside
+        self.layers, self.inside = nn.Sequential(*blocks, nn.Linear(64, 8)), inside
+
+    def body(self, x):
+        return self.layers(x)
 
     def forward(self, x):
         if not self.inside:
@@ -232,8 +235,8 @@ class Rounding(nn.Module):
             return self.body(x)
 
 
-def looked_at_rounding(inside, steps=3, inner_compile=run_uncompiled):
-    model = Rounding(inside)
+def looked_at_rounding(inside, steps=3, inner_compile=run_uncompiled, model=Rounding):
+    model = model(inside)
     backend = functools.partial(hot, options=ALWAYS, inner_compile=inner_compile)
     step, x = torch.compile(model, backend=backend), torch.randn(256, 64)
     for _ in range(steps):
@@ -262,6 +265,29 @@ def test_what_autocast_rounds_is_told_without_compiling_anything(inside, rounded
     """Outputs that two ways to round differ in are those of the step all the same."""
     monkeypatch.setattr(Doubled, "_surely", lambda *_: pytest.fail("a twin is compiled"))
     found = looked_at_rounding(inside)
+    assert not found.unseen
+    assert len(found.looks) == 2
+    assert found.errors.worst < 0.2
+
+
+class Casting(Rounding):
+    """Attention whose queries and keys are turned in fp32, and cast to what its values are in."""
+
+    def __init__(self, inside):
+        super().__init__(inside)
+        self.before = nn.Linear(64, 64)
+
+    def body(self, x):
+        v = self.before(x)
+        turned = (v.float() * torch.linspace(0.5, 2, 64)).to(v.dtype)
+        heads = [t.view(1, 16, 16, 64) for t in (turned, turned, v)]
+        return self.layers(F.scaled_dot_product_attention(*heads).view(-1, 64))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_cast_to_autocasts_dtype_is_computed_without_it_too(inside, rounded, monkeypatch):
+    monkeypatch.setattr(Doubled, "_surely", lambda *_: pytest.fail("a twin is compiled"))
+    found = looked_at_rounding(inside, model=Casting)
     assert not found.unseen
     assert len(found.looks) == 2
     assert found.errors.worst < 0.2

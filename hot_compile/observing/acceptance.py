@@ -31,6 +31,7 @@ from hot_compile.observing.monitor import AS_STOCK, KEPT_AS, Monitor, Qualities
 from hot_compile.observing.raising import Stored, bits_by_tensor
 from hot_compile.observing.step_clock import StepClock, clock_of
 from hot_compile.observing.stretches import enters_autocast
+from hot_compile.observing.walk import HALVES
 from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.tuned import in_job
 from hot_compile.passes.storage.step_time import StepTime
@@ -51,7 +52,7 @@ _AWAITED = 4
 """For so many forwards, from a look on, it is asked what other processes of the job found."""
 _HARMLESS = frozenset({"accept", "dump", "monitor", "strict"})
 """Options that change nothing that looks find."""
-_HALVES = torch.bfloat16, torch.float16
+
 _REPAIRS = "demoted", "raised", "stored", "forwards"
 """What a monitor changes, by name: what of, and why."""
 
@@ -365,7 +366,7 @@ def autocasts(gm: fx.GraphModule, examples: Sequence[Any]) -> bool:
 
 
 def _given_halves(examples: Sequence[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.dtype in _HALVES for x in examples)
+    return any(isinstance(x, torch.Tensor) and x.dtype in HALVES for x in examples)
 
 
 def _inside_autocast(examples: Sequence[Any]) -> bool:

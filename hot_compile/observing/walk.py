@@ -46,6 +46,10 @@ _PRODUCTS = {op.overloadpacket for op in (*MATRIX_PRODUCTS, *BATCHED_PRODUCTS)}
 _SMALL = (aten.embedding, aten.index, aten.sum, aten.mean, aten.nll_loss_forward, aten._unsafe_view)
 """They make less than they read, of weights perhaps."""
 
+HALVES = torch.bfloat16, torch.float16
+_CASTS = ("to", "type", "type_as", "bfloat16", "half")
+"""Methods that make another dtype of a tensor."""
+
 Values = Mapping[fx.Node, Any]
 
 
@@ -167,9 +171,17 @@ class _Autocasts:
             return made
         with _any_but_cudnn() if _may_be_any(node) else contextlib.nullcontext():
             made = self._interpreter.run_node(node)
+        if self._full and isinstance(made, Tensor) and made.dtype in HALVES:
+            made = self._widened(node, made)
         if leaves_autocast(node):
             self._entered.pop(node.args[0])  # type: ignore[arg-type]
         return made
+
+    def _widened(self, node: fx.Node, made: Tensor) -> Tensor:
+        """What the graph itself casts to what autocast made of something else is not cast."""
+        given = self._interpreter.env.get(node.args[0]) if node.target in _CASTS else None
+        wide = isinstance(given, Tensor) and given.is_floating_point()
+        return (given if wide else made).to(made.device, torch.float32)  # type: ignore[union-attr]
 
 
 def _may_be_any(node: fx.Node) -> bool:
