@@ -21,6 +21,12 @@ MIB = 2**20
 STOCK, TORCH, CHECKPOINTED = "exact", "torch:", "checkpointed"
 """Configurations of ``budget.py``: stock as it is, with torch's own budget, with checkpoints."""
 NAMES = {
+    "llama8b-lora": "Llama-8B's dimensions, 4 layers, LoRA, 8192 tokens",
+    "sd3": "SD3 medium's transformer, 6 layers, 4 × 128² latents",
+    "flux": "Flux's transformer, 2 + 4 layers, 2 × 64² latents",
+    "unet": "Stable Diffusion 1.5's UNet, a layer a block, 16 × 64² latents",
+    "video": "Wan 2.1's transformer, 4 layers, 2 × 5 frames of 64² latents",
+    **dict.fromkeys(("sd3-lora", "flux-lora", "unet-lora", "video-lora"), "the same, LoRA"),
     "gpt2": "GPT-2 124M, 8 × 1024, logits returned",
     "gpt2-loss": "the same, loss only",
     "vit-b-256": "ViT-B/16, batch 256, AdamW",
