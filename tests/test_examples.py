@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from torch._inductor.compile_fx import compile_fx
 
 from hot_compile.backend import hot
@@ -326,3 +327,22 @@ def test_image_folder(example, tmp_path, train):
     assert len(images) == 2
     assert picture.shape == (3, 32, 32)
     assert label == 1
+
+
+@pytest.mark.slow
+def test_diffusion_learns_by_lora(example, tmp_path):
+    """The tiny UNet, adapted by ``add_adapter``, on digits: node by node."""
+    pytest.importorskip("diffusers")
+    backend = functools.partial(hot, inner_compile=run_uncompiled)
+    losses = example("finetune_diffusion").main(backend=backend, out=tmp_path, quick=True)
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_diffusion_wants_a_model_and_images(example, tmp_path):
+    pytest.importorskip("peft")
+    module = example("finetune_diffusion")
+    with pytest.raises(typer.BadParameter, match="go together"):
+        module.main(model="some/pipeline")
+    with pytest.raises(FileNotFoundError, match=r"no \.jpg"):
+        module.main(model="some/pipeline", images=tmp_path)

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "fully_shard(": "test_two_processes.py",
     "UNet2DModel(": "test_trainers_whole.py",
     "get_peft_model(": "test_lora.py",
+    "add_adapter(": "test_examples.py",
     "torchao.optim": "test_trainers_whole.py",
     "compress_boundaries(": "test_boundaries.py",
     "certificate(": "test_certificate.py",
