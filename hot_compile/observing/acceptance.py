@@ -52,7 +52,6 @@ _AWAITED = 4
 """For so many forwards, from a look on, it is asked what other processes of the job found."""
 _HARMLESS = frozenset({"accept", "dump", "monitor", "strict"})
 """Options that change nothing that looks find."""
-
 _REPAIRS = "demoted", "raised", "stored", "forwards"
 """What a monitor changes, by name: what of, and why."""
 

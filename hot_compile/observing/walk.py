@@ -179,15 +179,17 @@ class _Autocasts:
 
     def _widened(self, node: fx.Node, made: Tensor) -> Tensor:
         """What the graph itself casts to what autocast made of something else is not cast."""
-        given = self._interpreter.env.get(node.args[0]) if node.target in _CASTS else None
-        wide = isinstance(given, Tensor) and given.is_floating_point()
-        return (given if wide else made).to(made.device, torch.float32)  # type: ignore[union-attr]
+        read = node.all_input_nodes[0] if node.target in _CASTS else node
+        given = self._interpreter.env.get(read)
+        wide = given if isinstance(given, Tensor) and given.is_floating_point() else made
+        return wide.to(made.device, torch.float32, copy=True)  # it may be changed in place
 
 
 def _may_be_any(node: fx.Node) -> bool:
     """An attention that other kernels than cuDNN's compute as well, in as little memory."""
     masks = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None
     plain = not draws_numbers(node) and not (masks and node.kwargs.get("enable_gqa"))
+    plain = plain and torch.backends.cuda.flash_sdp_enabled()
     return plain and "attention" in str(getattr(node.target, "__name__", node.target))
 
 
