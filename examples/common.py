@@ -91,6 +91,22 @@ class Run:
         return statistics.median(self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
 
 
+def learn(
+    loss_of_a_batch: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    """So many steps, each on a batch of its own; gives the losses, and prints them now and then."""
+    losses = []
+    for step in range(steps):
+        loss = loss_of_a_batch()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 20 == 0 or step == steps - 1:
+            print(f"step {step}: loss {losses[-1]:.3f}")
+    return losses
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read afterwards means something."""
     if device.type == "cuda":

@@ -13,6 +13,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from common import learn
 from finetune_lora import TINY
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,18 +54,13 @@ def main(
     loss_of = torch.compile(distilled, backend=backend)  # the one line
     ids = torch.tensor(list(Path(argparse.__file__).read_bytes()))
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-    losses = []
-    for step in range(steps):
+
+    def loss_of_a_batch() -> Tensor:
         starts = torch.randint(len(ids) - length, (batch,))
         rows = torch.stack([ids[start : start + length] for start in starts.tolist()]).to(device)
-        loss = loss_of(student, teacher, rows, temperature, hard)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step % 20 == 0 or step == steps - 1:
-            print(f"step {step}: loss {losses[-1]:.3f}")
-    return losses
+        return loss_of(student, teacher, rows, temperature, hard)
+
+    return learn(loss_of_a_batch, optimizer, steps)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
+from common import learn
 from data import digits
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -99,17 +100,13 @@ def main(
     unet.train().compile(backend=backend)  # the one line
     trained = [p for p in unet.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3 if model is None else 1e-4)
-    losses = []
-    for step in range(steps):
+
+    def loss_of_a_batch() -> Tensor:
         rows = torch.randint(len(latents), (batch,))
         with torch.autocast(device, torch.bfloat16):
-            loss = loss_of(unet, scheduler, latents[rows].to(device), texts[rows].to(device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step % 20 == 0 or step == steps - 1:
-            print(f"step {step}: loss {losses[-1]:.3f}")
+            return loss_of(unet, scheduler, latents[rows].to(device), texts[rows].to(device))
+
+    losses = learn(loss_of_a_batch, optimizer, steps)
     unet.save_lora_adapter(out)
     return losses
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from common import learn
 from finetune_lora import tiny_model
 from torch import Tensor, nn
 
@@ -53,18 +54,13 @@ def main(
     mask = torch.ones(2 * pairs, length, device=device)
     mask[:, : length // 8] = 0  # the prompt
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
-    losses = []
-    for step in range(steps):
+
+    def loss_of_a_batch() -> Tensor:
         starts = torch.randint(len(ids) - length, (pairs,))
         rows = torch.stack([ids[start : start + length] for start in starts.tolist()])
-        loss = loss_of(policy, reference, torch.cat([rows, rows.flip(1)]).to(device), mask, beta)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step % 20 == 0 or step == steps - 1:
-            print(f"step {step}: loss {losses[-1]:.3f}")
-    return losses
+        return loss_of(policy, reference, torch.cat([rows, rows.flip(1)]).to(device), mask, beta)
+
+    return learn(loss_of_a_batch, optimizer, steps)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
+from common import learn
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -64,18 +65,14 @@ def main(
     ids = token_ids(model, content)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-3)
-    losses = []
-    for step in range(steps):
+
+    def loss_of_a_batch() -> Tensor:
         starts = torch.randint(len(ids) - length, (batch,))
         rows = torch.stack([ids[start : start + length] for start in starts.tolist()]).to(device)
         with torch.autocast(device, torch.bfloat16):
-            loss = adapted(input_ids=rows, labels=rows).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step % 20 == 0 or step == steps - 1:
-            print(f"step {step}: loss {losses[-1]:.3f}")
+            return adapted(input_ids=rows, labels=rows).loss
+
+    losses = learn(loss_of_a_batch, optimizer, steps)
     adapted.save_pretrained(out)
     return losses
 
