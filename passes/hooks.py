@@ -44,6 +44,7 @@ from hot_compile.passes.storage.fit_budget import (
     recomputes_collectives,
     saved_sizes,
 )
+from hot_compile.passes.storage.joins import joined_again
 from hot_compile.passes.storage.kept_casts import casts_to_keep
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
@@ -262,7 +263,10 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         recompute = changed and config.recompute if way is None else way.recompute
         if not recompute:
             return contextlib.nullcontext()
-        return functorch_config.patch(ban_recompute_materialized_backward=False)
+        free = contextlib.ExitStack()
+        free.enter_context(functorch_config.patch(ban_recompute_materialized_backward=False))
+        free.enter_context(joined_again())
+        return free
 
     def uuid(self) -> Any:
         """As for every pass."""

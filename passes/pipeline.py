@@ -283,27 +283,28 @@ def _allowed(cut: Partitioned) -> float:
 
 
 def _advance(cut: Partitioned) -> int:
-    if not cut.stores or cut.fits or not _stored_for_sure(cut):
+    sure = _stored_for_sure(cut)
+    if not cut.stores or cut.fits or not (sure or cut.context.config.memory is not Memory.FREE):
         return 0
-    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge(), wider=sure)
 
 
 def _stored_for_sure(cut: Partitioned) -> bool:
-    """What is to cross instead will be stored: else it would be written for nothing.
+    """What is to cross instead will be stored: else it would be written for nothing, or is wider.
 
-    With ``memory="free"`` that is so if the won time would pay for storing all that crosses in
-    kernels that are there anyway. Such tensors, normalised ones, are the cheapest of all.
+    With ``memory="free"`` or "auto" that is so if the time to spend would pay for storing all that
+    crosses in kernels that are there anyway: normalised ones, the cheapest of all.
     """
-    context = cut.context
-    if cut.plan is None or context.config.memory is not Memory.FREE:
-        return True
+    config, waits = cut.context.config, cut.step is not None and cut.step.waits_for_host
+    if cut.plan is None or waits or config.has_budget or config.memory is Memory.PAPER:
+        return False
+    if config.memory is not Memory.FREE and cut.step is None:
+        return True  # whatever it takes
+    most = cut.plan.seconds_won if cut.step is None else _allowed(cut) - cut.spent
     pairs = saved_pairs(*cut.graphs, cut.num_fwd_outputs)
-    cost = 0.0
-    for saved, rates in context.rates_of(saved for saved, _ in pairs).items():
-        if rates is None:
-            return False
-        cost += rows_seconds(saved.meta["val"], rates)
-    return cost <= cut.plan.seconds_won
+    known = cut.context.rates_of(saved for saved, _ in pairs).items()
+    costs = [rows_seconds(saved.meta["val"], rates) for saved, rates in known if rates]
+    return len(costs) == len(known) and sum(costs) <= most
 
 
 def _crossers(cut: Partitioned) -> int:

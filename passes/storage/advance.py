@@ -28,12 +28,19 @@ _LOOK_BACK = 3
 _LEAST_PART = 1 / 8
 
 
-def advance(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge) -> int:
+def advance(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_fwd_outputs: int,
+    judge: Judge,
+    wider: bool = False,
+) -> int:
     """Save tolerant results of what refuses rounding; both graphs change in place.
 
+    ``wider``: also of a wider dtype, as norms work in: what is saved will be stored rounded.
     Returns how many tensors are saved that were recomputed before.
     """
-    cut = _Advance(forward, backward, num_fwd_outputs, judge)
+    cut = _Advance(forward, backward, num_fwd_outputs, judge, wider)
     for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
         if restored.users and saved.meta["val"].is_floating_point():
             for there, later in cut.past(saved, restored):
@@ -41,7 +48,7 @@ def advance(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: 
     return cut.finish()
 
 
-def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node) -> bool:
+def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node, wider: bool) -> bool:
     """``there``, in the forward, is what the backward recomputes as ``later``, no larger.
 
     Nor a statistic of it: a part (a gate's half, one of q, k and v) has a good share of its size.
@@ -50,7 +57,7 @@ def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or there.target is not later.target:
         return False
     share = hint(value.numel()) / max(1, hint(mine.numel()))
-    return _LEAST_PART <= share <= 1 and bytes_of(value) <= bytes_of(mine)
+    return _LEAST_PART <= share <= 1 and (wider or bytes_of(value) <= bytes_of(mine))
 
 
 def _bottlenecks(start: fx.Node, judge: Judge) -> list[fx.Node]:
@@ -86,9 +93,15 @@ class _Advance(CutEditor):
     """Finds what to save instead of what refuses rounding."""
 
     def __init__(
-        self, forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge
+        self,
+        forward: fx.Graph,
+        backward: fx.Graph,
+        num_fwd_outputs: int,
+        judge: Judge,
+        wider: bool,
     ) -> None:
         super().__init__(forward, backward, num_fwd_outputs)
+        self._wider = wider
         self._judge = judge
         self._made = {node.name: node for node in forward.nodes}
         self._seen_by_user = seen_by_user(forward, num_fwd_outputs)
@@ -143,7 +156,7 @@ class _Advance(CutEditor):
         before, found = _made_of(culprit), []
         for later in (*_bottlenecks(culprit, self._judge), *before):
             there = self._made.get(later.name)
-            if there is None or not _replaces(there, later, saved):
+            if there is None or not _replaces(there, later, saved, self._wider):
                 continue
             if base(there) not in self._seen_by_user and not self._judge.unfit(there):
                 found.append(later)

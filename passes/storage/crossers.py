@@ -6,6 +6,7 @@ A tensor that some reader is not known to tolerate rounded stays exact, with the
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Set
 
 import torch
@@ -21,9 +22,17 @@ from hot_compile.passes.base.graph import (
     returned,
     strip,
 )
-from hot_compile.passes.base.operators import FLOATS, LAYER_PRODUCTS, REDUCTIONS, VIEWS
+from hot_compile.passes.base.operators import (
+    CASTS,
+    FLOATS,
+    LAYER_PRODUCTS,
+    REDUCTIONS,
+    SPLITS,
+    VIEWS,
+    is_pointwise,
+)
 from hot_compile.passes.base.schemes import Kind, Scheme
-from hot_compile.passes.base.site import bytes_of
+from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
@@ -36,6 +45,9 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
 _BEHIND = "meets a softmax behind more than a multiplication: no bound is known"
 _UNSEEN = "meets a softmax, and inside CUDA graphs nobody compares gradients"
+
+_IN_PLACE = VIEWS | CASTS | SPLITS.keys() | {operator.getitem}
+"""What leaves values as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +135,7 @@ class Judge:
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
         heads = {node.name for node in self._activations if is_packed(node)}
-        self.facts = facts(backward, names, heads)
+        self.facts = facts(backward, names, heads, _products(forward, self._activations))
 
     def __call__(
         self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()
@@ -275,6 +287,22 @@ def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
     weights = closure(names)
     data = closure(node for node in placeholders(forward) if node not in names)
     return data | {node for node in forward.nodes if node not in weights}
+
+
+def _products(forward: fx.Graph, activations: Set[fx.Node]) -> dict[str, int]:
+    """Elements of the largest layer's product that a node is made of, by name, where it is made of
+    products and parameters alone, element by element."""
+    found: dict[str, int] = {}
+    for node in forward.nodes:
+        if node.target in LAYER_PRODUCTS or is_ours(node):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                found[node.name] = hint(value.numel())
+        elif node.target in _IN_PLACE or is_pointwise(node):
+            data = [n for n in node.all_input_nodes if n in activations]
+            if data and all(n.name in found for n in data):
+                found[node.name] = max(found[n.name] for n in data)
+    return found
 
 
 def _own_masks(found: list[Crosser]) -> list[Crosser]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
 
+_FEW = 4
+"""Times that a product must have fewer elements than a tensor to be none of its rows."""
+
 
 @dataclasses.dataclass
 class Reading:
@@ -92,16 +96,24 @@ class Facts:
     """Of these, what is no derivative of a loss inside the graph."""
     activations: Set[str]
     """Names of placeholders that hold more than functions of parameters."""
+    products: Mapping[str, int]
+    """Of placeholders made element by element of layers' products and parameters: how many elements
+    the largest of these products has."""
 
 
-def facts(backward: fx.Graph, activations: Set[str], heads: Set[str] = frozenset()) -> Facts:
+def facts(
+    backward: fx.Graph,
+    activations: Set[str],
+    heads: Set[str] = frozenset(),
+    products: Mapping[str, int] = MappingProxyType({}),
+) -> Facts:
     """Gather what ``read`` needs; ``heads``: placeholders that hold what a head in chunks made."""
     gradients = settled = made_of_tangents(backward)
     if all(hint(_numel(n)) == 1 for n in filter(is_tangent, placeholders(backward))):
         made = (n for n in gradients if heads & {given.name for given in n.all_input_nodes})
-        products = (n for n in gradients if _is_product(n) or is_attention(n))
-        settled = closure([*made, *products])
-    return Facts(gradients, settled, activations)
+        layers = (n for n in gradients if _is_product(n) or is_attention(n))
+        settled = closure([*made, *layers])
+    return Facts(gradients, settled, activations, products)
 
 
 def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Reading:
@@ -206,14 +218,21 @@ class _Reader:
         return vectors and mine == root
 
     def _is_bias(self, others: list[fx.Node]) -> bool:
-        """A vector of parameters."""
+        """A vector of parameters, or a sample's: a layer made it of what has few rows, as a
+        transformer's of diffusion shifts what a norm made by its time."""
         (other,) = others
-        return self._of_parameters(other) and 2 * hint(other.meta["val"].numel()) <= self._elements
+        few = 2 * hint(other.meta["val"].numel()) <= self._elements
+        made = (self.known.products.get(n.name, self._elements) for n in self._data(other))
+        return few and all(_FEW * elements <= self._elements for elements in made)
 
     def _of_parameters(self, node: fx.Node) -> bool:
         """``node`` is made of parameters alone."""
+        return not any(True for _ in self._data(node))
+
+    def _data(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What comes in that ``node`` is made of, but parameters."""
         given = (n for n in made_of(node) if n.op == "placeholder")
-        return not any(n.name in self.known.activations or is_tangent(n) for n in given)
+        return (n for n in given if n.name in self.known.activations or is_tangent(n))
 
     def loss(self, node: fx.Node, user: fx.Node) -> None:
         """A loss's own derivative reads it."""

@@ -84,3 +84,54 @@ def test_biased_scores_cross_as_their_softmax(batch):
         if name.endswith("qkv.bias"):  # that of keys is rounding: a softmax ignores what rows share
             got, want = (t.view(3, -1)[[0, 2]] for t in (got, want))
         assert cosine(got, want) > 0.98, name
+
+
+class Modulated(nn.Module):
+    """A norm in fp32 of what is narrower, scaled and shifted by what a sample's time says."""
+
+    def __init__(self, shift="layer"):
+        super().__init__()
+        self.by, self.shift = shift, nn.Linear(WIDTH, 2 * WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x, time):
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        scale, shift = self.shift(time).unsqueeze(1).chunk(2, -1)
+        if self.by == "mean":
+            shift = -normed.mean(1, keepdim=True)
+        y = (normed * (1 + scale.float()) + shift.float()).to(x.dtype)
+        return x + self.narrow(F.gelu(self.wide(y)))
+
+
+def modulated(shift, **options):
+    """What crosses, as large as x, of two such blocks in bf16, by the module that made it."""
+    torch.manual_seed(0)
+    first, second = (Modulated(shift).bfloat16() for _ in range(2))
+    x, time = (torch.randn(4, *size, WIDTH, dtype=torch.bfloat16) for size in ((TOKENS,), ()))
+
+    def loss(x, time):
+        return second(first(x, time), time).float().square().mean()
+
+    loss(x, time).backward()
+    exact = {name: p.grad.clone() for name, p in (*first.named_parameters(),)}
+    first.zero_grad()
+    found = [c for c in crossing(loss, x, time, **options) if c.bytes_before >= 2 * x.numel()]
+    for name, p in first.named_parameters():
+        assert cosine(p.grad, exact[name]) > 0.98, name
+    return [c for c in found if "a loss" not in c.reason]
+
+
+def test_a_norm_whose_shift_a_layer_makes_crosses_rounded_though_it_is_wider():
+    assert all(c.scheme != "exact" for c in modulated("layer"))
+    assert any(c.dtype == "float32" for c in modulated("layer"))
+
+
+def test_what_is_less_its_own_mean_stays_exact():
+    assert any("may cancel it" in c.reason for c in modulated("mean"))
+
+
+def test_with_a_budget_nothing_wider_crosses():
+    found = modulated("layer", memory_budget=0.9)
+    assert all(c.dtype == "bfloat16" for c in found)

@@ -26,7 +26,7 @@ struct GemmProblem {
   int m, n, k, batch;
   int64_t lda, ldb, ldo;
   int64_t slab;
-  int sm_count;
+  int device, sm_count;
   Stream stream;
 };
 

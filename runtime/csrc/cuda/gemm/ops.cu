@@ -92,6 +92,7 @@ GemmProblem problem_of(const Operands& o, const DeviceFacts& facts, const Call& 
   p.batch = 1;
   p.lda = o.stride(o.a);
   p.ldb = o.stride(o.b);
+  p.device = call.device;
   p.sm_count = facts.sm_count;
   p.stream = call.stream;
   return p;

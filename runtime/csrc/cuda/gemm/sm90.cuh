@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/gemm/gemm.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
@@ -160,10 +161,20 @@ struct GemmSm90 {
                                                       CollectiveEpilogue>;
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static void check(cutlass::Status status, const char* step) {
+  static void check(cutlass::Status status) {
     if (status == cutlass::Status::kSuccess) return;
-    throw std::runtime_error(std::string("hot::scaled_int_mm: CUTLASS sm_90 kernel failed to ") +
-                             step + ": " + cutlassGetStatusString(status));
+    throw std::runtime_error(
+        std::string("hot::scaled_int_mm: CUTLASS sm_90 kernel failed to accept the problem: ") +
+        cutlassGetStatusString(status));
+  }
+
+  // As CUTLASS does it, but that its adapter sets the kernel's attributes at each launch.
+  static void launch(const typename Kernel::Params& params, const GemmProblem& p) {
+    constexpr auto kKernel = &cutlass::device_kernel<Kernel>;
+    allow_shared<kKernel, Kernel::SharedStorageSize>(p.device);
+    Geometry grid = {Device::get_grid_shape(params), Kernel::get_block_shape().x,
+                     Kernel::SharedStorageSize, cute::size(Cluster{})};
+    queue_kernel("scaled_int_mm", kKernel, grid, p.stream, params);
   }
 
   static void run(const GemmProblem& p) {
@@ -180,15 +191,13 @@ struct GemmSm90 {
       arguments.epilogue.dC = stride_d;
     }
     arguments.hw_info.sm_count = p.sm_count;
-    Device device;
     // CUTLASS asks int32 outputs for n % 4 = 0; TMA only wants the stride so, which the caller
     // pads.
     if constexpr (!std::is_same_v<Out, int32_t>)
-      check(device.can_implement(arguments), "accept the problem");
+      check(Device::can_implement(arguments));
     if (Device::get_workspace_size(arguments) != 0)
       throw std::runtime_error("hot::scaled_int_mm: CUTLASS sm_90 kernel wants a workspace");
-    check(device.initialize(arguments, nullptr, p.stream), "initialise");
-    check(device.run(p.stream, nullptr, p.stream.overlap), "launch");
+    launch(Kernel::to_underlying_arguments(arguments, nullptr), p);
   }
 };
 
