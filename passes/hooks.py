@@ -49,6 +49,7 @@ from hot_compile.passes.storage.kept_casts import casts_to_keep
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
+from hot_compile.runtime.kernel_order import ordered
 from hot_compile.runtime.peak_estimate import estimated
 from hot_compile.runtime.settled_views import settled
 
@@ -96,6 +97,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         spare_work()
         settled()
         estimated()
+        ordered()
         for step in self._before:
             step(graph)
         self.plan, self.intended = None, None

@@ -20,7 +20,7 @@ def miscounted(folder: str) -> dict[str, list[str]]:
     found, counted = {"inputs": list[str](), "unwritten": list[str]()}, set[str]()
     reorder = memory.reorder_for_peak_memory
 
-    def reordered(nodes, name_to_buf, name_to_fused_node, graph_inputs, graph_outputs):
+    def reordered(nodes, name_to_buf, name_to_fused_node, graph_inputs, graph_outputs, **more):
         given = nodes, name_to_buf, name_to_fused_node, graph_inputs, graph_outputs
         inputs = memory.prepare_planning_info(*given)[1]
         for name, buffer in inputs.items():
@@ -30,7 +30,7 @@ def miscounted(folder: str) -> dict[str, list[str]]:
                 found["inputs"].append(name)
         buffers = (buffer for node in nodes for buffer in node.get_outputs())
         counted.update(b.get_name() for b in buffers if b.mpi_buffer.size_alloc)
-        return reorder(*given)
+        return reorder(*given, **more)
 
     def written(code):
         made = set(re.findall(r"\b(buf\d+) = ", code))
