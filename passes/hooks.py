@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -265,14 +265,17 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         recompute = changed and config.recompute if way is None else way.recompute
         if not recompute:
             return contextlib.nullcontext()
-        free = contextlib.ExitStack()
-        free.enter_context(functorch_config.patch(ban_recompute_materialized_backward=False))
-        free.enter_context(joined_again())
-        return free
+        return _inputs_made_again()
 
     def uuid(self) -> Any:
         """As for every pass."""
         return _uuid(self._context.identity, () if self._inner is None else (self._inner,))
+
+
+@contextlib.contextmanager
+def _inputs_made_again() -> Iterator[None]:
+    with functorch_config.patch(ban_recompute_materialized_backward=False), joined_again():
+        yield
 
 
 def _uuid(identity: str, others: Sequence[Any]) -> Any:

@@ -283,8 +283,10 @@ def _allowed(cut: Partitioned) -> float:
 
 
 def _advance(cut: Partitioned) -> int:
+    if not cut.stores or cut.fits:
+        return 0
     sure = _stored_for_sure(cut)
-    if not cut.stores or cut.fits or not (sure or cut.context.config.memory is not Memory.FREE):
+    if cut.context.config.memory is Memory.FREE and not sure:
         return 0
     return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge(), wider=sure)
 
@@ -292,8 +294,7 @@ def _advance(cut: Partitioned) -> int:
 def _stored_for_sure(cut: Partitioned) -> bool:
     """What is to cross instead will be stored: else it would be written for nothing, or is wider.
 
-    With ``memory="free"`` or "auto" that is so if the time to spend would pay for storing all that
-    crosses in kernels that are there anyway: normalised ones, the cheapest of all.
+    With "free" or "auto": if the time to spend pays for storing all as the cheapest, norms, are.
     """
     config, waits = cut.context.config, cut.step is not None and cut.step.waits_for_host
     if cut.plan is None or waits or config.has_budget or config.memory is Memory.PAPER:

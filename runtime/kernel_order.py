@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,17 +24,21 @@ from hot_compile.runtime.pointwise import taught
 
 @taught
 def ordered() -> None:
-    """Have Inductor try it beside its own (on torch 2.11 to 2.15)."""
+    """Have Inductor try it beside its own (tried on torch 2.11, 2.14).
+
+    Where it takes no others it goes on with those.
+    """
     from torch._inductor import memory
 
-    own = [getattr(memory, f"topological_sort_{kind}") for kind in ("lpmf", "bfs", "dfs")]
-    reorder = memory.reorder_for_peak_memory
+    reorder: Any = memory.reorder_for_peak_memory
+    own: Any = inspect.signature(reorder).parameters.get("methods")
+    theirs: Sequence[Any] = tuple(own.default)
 
     @functools.wraps(reorder)
-    def with_one_more(*given: Any, methods: Sequence[Any] = tuple(own), **more: Any) -> Any:
+    def with_one_more(*given: Any, methods: Sequence[Any] = theirs, **more: Any) -> Any:
         return reorder(*given, methods=[*methods, by_last_part], **more)
 
-    memory.reorder_for_peak_memory = with_one_more
+    memory.reorder_for_peak_memory = with_one_more  # type: ignore[assignment]
 
 
 def by_last_part(nodes: list[Any]) -> list[Any]:

@@ -46,8 +46,8 @@ _UNBOUNDED = "meets a softmax, and no norm bounds what it is made of"
 _BEHIND = "meets a softmax behind more than a multiplication: no bound is known"
 _UNSEEN = "meets a softmax, and inside CUDA graphs nobody compares gradients"
 
-_IN_PLACE = VIEWS | CASTS | SPLITS.keys() | {operator.getitem}
-"""What leaves values as they are."""
+_SAME_VALUES = VIEWS | CASTS | SPLITS.keys() | {operator.getitem}
+"""Operators that make no new values: views, parts, casts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +298,7 @@ def _products(forward: fx.Graph, activations: Set[fx.Node]) -> dict[str, int]:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 found[node.name] = hint(value.numel())
-        elif node.target in _IN_PLACE or is_pointwise(node):
+        elif node.target in _SAME_VALUES or is_pointwise(node):
             data = [n for n in node.all_input_nodes if n in activations]
             if data and all(n.name in found for n in data):
                 found[node.name] = max(found[n.name] for n in data)

@@ -227,7 +227,7 @@ class _Reader:
 
     def _of_parameters(self, node: fx.Node) -> bool:
         """``node`` is made of parameters alone."""
-        return not any(True for _ in self._data(node))
+        return next(self._data(node), None) is None
 
     def _data(self, node: fx.Node) -> Iterator[fx.Node]:
         """What comes in that ``node`` is made of, but parameters."""
