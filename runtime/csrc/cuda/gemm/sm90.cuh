@@ -193,8 +193,7 @@ struct GemmSm90 {
     arguments.hw_info.sm_count = p.sm_count;
     // CUTLASS asks int32 outputs for n % 4 = 0; TMA only wants the stride so, which the caller
     // pads.
-    if constexpr (!std::is_same_v<Out, int32_t>)
-      check(Device::can_implement(arguments));
+    if constexpr (!std::is_same_v<Out, int32_t>) check(Device::can_implement(arguments));
     if (Device::get_workspace_size(arguments) != 0)
       throw std::runtime_error("hot::scaled_int_mm: CUTLASS sm_90 kernel wants a workspace");
     launch(Kernel::to_underlying_arguments(arguments, nullptr), p);
