@@ -288,7 +288,7 @@ def _advance(cut: Partitioned) -> int:
     sure = _stored_for_sure(cut)
     if cut.context.config.memory is Memory.FREE and not sure:
         return 0
-    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge(), wider=sure)
+    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge(), sure)
 
 
 def _stored_for_sure(cut: Partitioned) -> bool:

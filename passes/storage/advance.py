@@ -37,7 +37,7 @@ def advance(
 ) -> int:
     """Save tolerant results of what refuses rounding; both graphs change in place.
 
-    ``wider``: also of a wider dtype, as norms work in: what is saved will be stored rounded.
+    ``wider``: also of a wider dtype, as norms work in, if that may be stored by rows: it will be.
     Returns how many tensors are saved that were recomputed before.
     """
     cut = _Advance(forward, backward, num_fwd_outputs, judge, wider)
@@ -134,7 +134,8 @@ class _Advance(CutEditor):
                 return cuts
             candidates = self._candidates(saved, reading.culprit)
             tried = (self._cuts(n, saved, cuts | {n}) for n in candidates if n not in cuts)
-            possible = [found for found in tried if found and self._tolerant(found - cuts, found)]
+            most = bytes_of(saved.meta["val"])
+            possible = [c for c in tried if c and self._tolerant(c - cuts, c, most)]
             if not possible:
                 return None
             cuts = min(possible, key=lambda found: (self._refused(root, found), len(found)))
@@ -143,10 +144,15 @@ class _Advance(CutEditor):
     def _refused(self, root: fx.Node, cuts: Set[fx.Node]) -> bool:
         return bool(read(root, self._judge.facts, cuts).refusal)
 
-    def _tolerant(self, nodes: Set[fx.Node], cuts: Set[fx.Node]) -> bool:
-        """None of ``nodes`` need be exact where ``cuts`` are saved."""
-        judged = (self._judge(self._made[node.name], node, cuts) for node in nodes)
-        return all(crosser.schemes != (Scheme.EXACT,) for crosser in judged)
+    def _tolerant(self, nodes: Set[fx.Node], cuts: Set[fx.Node], most: int) -> bool:
+        """None of ``nodes`` need be exact where ``cuts`` are saved, and those of more than ``most``
+        bytes may be stored by rows, which takes no kernel of its own."""
+        for node in nodes:
+            schemes = self._judge(self._made[node.name], node, cuts).schemes
+            large = bytes_of(node.meta["val"]) > most
+            if schemes == (Scheme.EXACT,) or (large and Scheme.ROWS8 not in schemes):
+                return False
+        return True
 
     def _candidates(self, saved: fx.Node, culprit: fx.Node | None) -> list[fx.Node]:
         """What could be saved beside ``saved``, which ``culprit`` does not want rounded."""
