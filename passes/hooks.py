@@ -50,6 +50,7 @@ from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.runtime.kernel_order import ordered
+from hot_compile.runtime.mixed_order import row_by_row
 from hot_compile.runtime.peak_estimate import estimated
 from hot_compile.runtime.settled_views import settled
 
@@ -98,6 +99,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         settled()
         estimated()
         ordered()
+        row_by_row()
         for step in self._before:
             step(graph)
         self.plan, self.intended = None, None

@@ -58,6 +58,7 @@ from hot_compile.passes.storage.choose import (
 from hot_compile.passes.storage.copies import copies_first, merge_copies
 from hot_compile.passes.storage.crossers import Crosser, Judge, base, crossers, saved_pairs
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
+from hot_compile.passes.storage.flat import work_out_flat
 from hot_compile.passes.storage.kept_inputs import keep_inputs
 from hot_compile.passes.storage.layout import mark_channels_last
 from hot_compile.passes.storage.pieces import (
@@ -428,12 +429,13 @@ def _functions(cut: Partitioned) -> int:
 def _pieces(cut: Partitioned) -> int:
     """On a GPU, where it saves reading a tensor twice; a CPU's caches hold what was just read."""
     stored = ((crosser.saved, scheme) for crosser, (scheme, _) in cut.stored.items())
-    schemes = {node: scheme for node, scheme in stored if node.meta["val"].is_cuda}
+    schemes = {n: scheme for n, scheme in stored if n.meta["val"].is_cuda}
     backward = cut.backward.graph
     return (
         work_out_in_pieces(cut.forward.graph, schemes)
         + join_part_by_part(backward)
         + restore_once_where_spread(backward)
+        + work_out_flat(backward)
     )
 
 

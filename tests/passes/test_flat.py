@@ -1,0 +1,121 @@
+"""What is made of restored tensors over one line of memory is what it was."""
+
+import os
+import re
+
+import absent_gpu
+import pytest
+import torch
+from forked import in_a_process
+from test_pieces import planes_and_gradient
+from torch import fx, nn
+
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.storage.flat import work_out_flat
+
+aten = torch.ops.aten
+ROWS, WIDTH = 8, 256  # 16 groups of 128
+
+
+def backward_of(make, device="cuda"):
+    """A graph that returns what ``make(emit, restored, gradient)`` gives."""
+    graph, planes, gradient = planes_and_gradient(device)
+    end = graph.output(())
+    emit = Emitter(graph, end, gradient)
+    x = emit(torch.ops.hot.restored_planes.default, *planes, 4, 30, True)
+    x = emit(aten.view.default, x, [ROWS, WIDTH])
+    gradient = emit(aten.cat.default, [gradient, gradient], 1)
+    end.args = (tuple(make(emit, x, gradient)),)
+    return graph
+
+
+def product(emit, x):
+    return emit(aten.mm.default, emit(aten.permute.default, x, [1, 0]), x)
+
+
+def activation(emit, x, gradient):
+    """What a library reads of the tensor, and the gradient behind it."""
+    slope = emit(aten.mul.Tensor, emit(aten.cos.default, x), gradient)
+    return product(emit, emit(aten.sin.default, x)), product(emit, emit.cast(slope, torch.bfloat16))
+
+
+def scaled(emit, x, gradient):
+    number = emit(aten.full.default, [], 0.5)
+    return [product(emit, emit(aten.mul.Tensor, emit(aten.add.Tensor, x, 1.0), number))]
+
+
+def broadcast(emit, x, gradient):
+    """Before the line ends: what reads a row's number with it."""
+    row = emit(aten.sum.dim_IntList, gradient, [1], True)
+    return [product(emit, emit(aten.sub.Tensor, emit(aten.sin.default, x), row))]
+
+
+def summed(emit, x, gradient):
+    return [emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, gradient), [1])]
+
+
+def transposed(emit, x, gradient):
+    other = emit(aten.permute.default, emit(aten.view.default, gradient, [WIDTH, ROWS]), [1, 0])
+    return [product(emit, emit(aten.mul.Tensor, emit(aten.sin.default, x), other))]
+
+
+def results(graph):
+    draw = torch.Generator().manual_seed(0)
+    planes = [
+        torch.randint(-(2**15), 2**15, (16, 32, 1), generator=draw).to(torch.int16),
+        torch.randint(0, 256, (16, 32, 1), generator=draw).to(torch.uint8),
+        torch.rand(16, 1, 1, generator=draw).bfloat16(),
+    ]
+    gradient = torch.randn(8, 128, generator=draw)
+    return fx.GraphModule({}, graph)(*planes, gradient)
+
+
+@pytest.mark.parametrize(
+    ("make", "operators"),
+    [(activation, 4), (scaled, 2), (broadcast, 1), (summed, 1), (transposed, 1)],
+    ids=["activation", "scaled", "broadcast", "summed", "transposed"],
+)
+def test_it_is_the_same_and_elementwise_operators_go_along_one_line(make, operators):
+    graph = backward_of(make)
+    expected = results(graph)
+    assert work_out_flat(graph) == 1
+    graph.lint()
+    (restored,) = graph.find_nodes(
+        op="call_function", target=torch.ops.hot.restored_planes.default
+    )
+    assert restored.args[0].meta["val"].shape == (16, 32, 1)
+    line = [n for n in graph.nodes if n.op == "call_function" and n.meta["val"].dim() == 1]
+    line = [n for n in line if torch.Tag.pointwise in n.target.tags]
+    assert len(line) == operators
+    for got, want in zip(results(graph), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nothing_is_done_on_a_cpu_or_where_nothing_is_restored():
+    graph = backward_of(activation, device="cpu")
+    before = str(graph)
+    assert work_out_flat(graph) == 0
+    assert str(graph) == before
+    assert work_out_flat(fx.Graph()) == 0
+
+
+def mlp():
+    model = nn.Sequential(nn.LayerNorm(384), nn.Linear(384, 1152), nn.GELU(), nn.Linear(1152, 384))
+    x = torch.randn(4096, 384)
+    return model, lambda forward: forward(x).square().mean()
+
+
+def kernels(folder):
+    """Sources of the backward's kernels that read planes, as written for a GPU."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    codes = []
+    absent_gpu.pretend(kernels=False, written=codes.append)
+    graphs = absent_gpu.lowered(mlp, {"min_gain": 100, "memory": "all"})
+    assert graphs == [("forward", ""), ("backward", "")], graphs
+    return [source for _, source in absent_gpu.KERNEL.findall(codes[-1]) if "'*i16'" in source]
+
+
+def test_a_kernel_that_restores_knows_neither_rows_nor_columns(tmp_path):
+    (source,) = in_a_process(kernels, str(tmp_path))
+    assert re.search(r"x0 = xindex\n", source)
+    assert "xindex %" not in source
