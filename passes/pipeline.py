@@ -428,15 +428,10 @@ def _functions(cut: Partitioned) -> int:
 
 def _pieces(cut: Partitioned) -> int:
     """On a GPU, where it saves reading a tensor twice; a CPU's caches hold what was just read."""
-    stored = ((crosser.saved, scheme) for crosser, (scheme, _) in cut.stored.items())
-    schemes = {n: scheme for n, scheme in stored if n.meta["val"].is_cuda}
-    backward = cut.backward.graph
-    return (
-        work_out_in_pieces(cut.forward.graph, schemes)
-        + join_part_by_part(backward)
-        + restore_once_where_spread(backward)
-        + work_out_flat(backward)
-    )
+    schemes = {c.saved: s for c, (s, _) in cut.stored.items() if c.saved.meta["val"].is_cuda}
+    ahead = work_out_in_pieces(cut.forward.graph, schemes)
+    back = join_part_by_part, restore_once_where_spread, work_out_flat
+    return ahead + sum(work(cut.backward.graph) for work in back)
 
 
 def _sums(cut: Partitioned) -> int:

@@ -80,9 +80,7 @@ def test_it_is_the_same_and_elementwise_operators_go_along_one_line(make, operat
     expected = results(graph)
     assert work_out_flat(graph) == 1
     graph.lint()
-    (restored,) = graph.find_nodes(
-        op="call_function", target=torch.ops.hot.restored_planes.default
-    )
+    (restored,) = graph.find_nodes(op="call_function", target=torch.ops.hot.restored_planes.default)
     assert restored.args[0].meta["val"].shape == (16, 32, 1)
     line = [n for n in graph.nodes if n.op == "call_function" and n.meta["val"].dim() == 1]
     line = [n for n in line if torch.Tag.pointwise in n.target.tags]
