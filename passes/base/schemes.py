@@ -35,6 +35,8 @@ class Kind(str, Enum):
     """What is left of a channel without its mean: a batch norm's."""
     ABSOLUTE = "absolute"
     """Nothing, its size counts: of what a softmax sees."""
+    ATTENDED = "attended"
+    """The tensor: of an attention's values and results, whose gradient is a difference."""
 
 
 class Scheme(str, Enum):
@@ -124,14 +126,15 @@ class Spec:
 _RELATIVE = frozenset({Kind.RELATIVE})
 _CHANNEL = frozenset({Kind.CHANNEL, Kind.COMMON})
 _FLAT = frozenset({Kind.RELATIVE, Kind.COMMON})
+_EIGHT = _FLAT | {Kind.ATTENDED}
 _ABSOLUTE = frozenset({Kind.ABSOLUTE})
 
 SPECS: dict[Scheme, Spec] = {
     Scheme.EXACT: Spec(Unit.NONE, 0, 0, 0, 0.0),
     Scheme.GROUPS12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, meets=_ABSOLUTE),
-    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012, meets=_FLAT),
+    Scheme.ROWS8: Spec(Unit.ROW, 8, 2, 126, 0.012, meets=_EIGHT),
     Scheme.ROWS8_MASK: Spec(Unit.ROW, 8, 2, 62, 0.024),
-    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011, meets=_FLAT),
+    Scheme.GROUPS8: Spec(Unit.GROUP, 8, 2, 126, 0.011, meets=_EIGHT),
     Scheme.GROUPS8_MASK: Spec(Unit.GROUP, 8, 2, 62, 0.022),
     Scheme.CHANNELS8: Spec(Unit.CHANNEL, 8, 8, 126, 0.013, meets=_CHANNEL),
     Scheme.CHANNELS8_MASK: Spec(Unit.CHANNEL, 8, 8, 62, 0.026),

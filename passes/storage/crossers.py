@@ -184,11 +184,14 @@ class Judge:
         if reading.fine and not (bounded and reading.chain.plain and self._seen):
             why = _BEHIND if bounded else _UNBOUNDED
             return Need(reason=why if self._seen else _UNSEEN)
+        if reading.attended and not self._seen:
+            return Need(reason=_UNSEEN)
         bends = not reading.chain.plain
         steep = reading.chain.steep or (bends and is_saturated(saved))
         kinds = (
             (Kind.CHANNEL, reading.channel and not steep),
             (Kind.ABSOLUTE, reading.fine or softmax or steep),
+            (Kind.ATTENDED, reading.attended),
             (Kind.RELATIVE, bounded or reading.rows),
             (Kind.COMMON, True),
         )
@@ -265,8 +268,13 @@ def seen_by_user(forward: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` is a view of."""
-    return strip(node, VIEWS)
+    """The node whose memory ``node`` is a view of, or a part."""
+    while (node := strip(node, VIEWS)).target is operator.getitem:
+        parts = node.all_input_nodes[0]
+        if parts.target not in SPLITS:
+            break
+        node = parts.all_input_nodes[0]
+    return node
 
 
 def is_packed(node: fx.Node) -> bool:

@@ -188,3 +188,45 @@ def test_attention_with_large_logits_keeps_its_gradient(gain):
     for n, p in block.named_parameters():
         if n != "kv.bias":
             assert cosine(p.grad, exact[n]) > 0.99, n
+
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of one layer each, or of one that is split."""
+
+    def __init__(self, packed, width=128):
+        super().__init__()
+        self.norm, self.proj = nn.LayerNorm(width), nn.Linear(width, width)
+        sizes = [3 * width] if packed else [width] * 3
+        self.layers = nn.ModuleList(nn.Linear(width, size) for size in sizes)
+
+    def forward(self, x):
+        y = self.norm(x)
+        whole = [layer(y) for layer in self.layers]
+        parts = whole[0].chunk(3, -1) if len(whole) == 1 else whole
+        q, k, v = (part.unflatten(-1, (4, 32)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.proj(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_values_and_results_of_an_attention_take_8_bits_of_16(packed):
+    """Values that share memory with queries and keys stay: it would be kept for these."""
+    torch.manual_seed(0)
+    block = Attention(packed)
+    x, weight = torch.randn(4, 48, 128), torch.randn(4, 48, 128)
+
+    def loss(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (block(x) * w).mean()
+
+    loss(x, weight).backward()
+    exact = {n: p.grad.clone() for n, p in block.named_parameters()}
+    block.zero_grad()
+    heads = [c for c in crossing(loss, x, weight, exclude="*") if len(c.shape) == 4]
+    stored = [c.scheme for c in heads if c.scheme != "exact"]
+    assert stored == ["rows8"] * (1 if packed else 2), heads
+    assert any("shares memory" in c.reason for c in heads) is packed
+    for n, p in block.named_parameters():
+        if p.dim() > 1:  # a key's bias has no gradient
+            assert cosine(p.grad, exact[n]) > 0.99, n
