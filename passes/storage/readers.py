@@ -379,8 +379,8 @@ RULES: tuple[Rule, ...] = (
          lambda _, user: user.target in SHAPE_ONLY,
          _Reader.size, "rounded: its values are not read"),
     Rule("fused attention's backward", True, lambda _, user: is_attention(user),
-         _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; of "
-         "16-bit tensors v and output in 8, q and k exact, as is the rest"),
+         _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; "
+         "of 16-bit tensors v and output in 8, q and k exact, as is the rest"),
     Rule("a product of two activations: attention by hand", True,
          lambda _, user: user.target in BATCHED_PRODUCTS,
          _Reader.batched, "in 12 bits, likewise"),

@@ -190,7 +190,6 @@ def test_attention_with_large_logits_keeps_its_gradient(gain):
             assert cosine(p.grad, exact[n]) > 0.99, n
 
 
-
 class Attention(nn.Module):
     """Queries, keys and values of one layer each, or of one that is split."""
 
