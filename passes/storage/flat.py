@@ -9,6 +9,7 @@ backward whose rows are 384 long that were 98 instructions an element; over one 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -17,7 +18,7 @@ from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, walk
 from hot_compile.passes.base.operators import RESHAPES, is_pointwise
 
-_BY_PLANES = {
+_BY_PLANES: dict[Any, int] = {
     torch.ops.hot.restored_planes.default: 3,
     torch.ops.hot.restored_nibbles.default: 2,
 }
@@ -37,9 +38,8 @@ def work_out_flat(backward: fx.Graph) -> int:
         elif node.target in _RESHAPED:
             flat[node] = flat[node.all_input_nodes[0]]
         else:
-            args, kwargs = fx.map_arg(
-                (node.args, node.kwargs), lambda given, emit=emit: _line(emit, flat, given)
-            )
+            given = {n: _line(emit, flat, n) for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
             flat[node] = emit(node.target, *args, **kwargs)
     for node, line in flat.items():
         readers = [user for user in node.users if user not in region]
@@ -80,12 +80,11 @@ def _is_as_long(given: fx.Node, size: int) -> bool:
 
 
 def _restored(emit: Emitter, node: fx.Node) -> fx.Node:
+    """The same of all its groups, one behind the other."""
     count = _BY_PLANES[node.target]
-    parts = [
-        emit(aten.view.default, part, [-1, *part.meta["val"].shape[-2:]])
-        for part in node.args[:count]  # type: ignore[union-attr]
-    ]
-    return emit(node.target, *parts, *node.args[count:], **node.kwargs)
+    parts = cast(tuple[fx.Node, ...], node.args[:count])
+    lines = [emit(aten.view.default, p, [-1, *p.meta["val"].shape[-2:]]) for p in parts]
+    return emit(node.target, *lines, *node.args[count:], **node.kwargs)
 
 
 def _line(emit: Emitter, flat: dict[fx.Node, fx.Node], given: fx.Node) -> fx.Node:
