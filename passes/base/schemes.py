@@ -36,7 +36,7 @@ class Kind(str, Enum):
     ABSOLUTE = "absolute"
     """Nothing, its size counts: of what a softmax sees."""
     ATTENDED = "attended"
-    """The tensor: of an attention's values and results, whose gradient is a difference."""
+    """The tensor, of an attention's values: what they have in common cancels behind it."""
 
 
 class Scheme(str, Enum):

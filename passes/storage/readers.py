@@ -51,8 +51,7 @@ from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
 
 _AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
-_LOGITS = {"query", "key"}
-_ATTENTION_OPERANDS = _LOGITS | {"value", "out"}
+_ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
 
@@ -78,7 +77,7 @@ class Reading:
     fine: bool = False
     """A softmax's backward reads it, which takes a difference: its errors are absolute."""
     attended: bool = False
-    """It is an attention's values or results, in 16 bits."""
+    """It is an attention's values, in 16 bits."""
     channel: bool = False
     """A vector by channel is taken from it: what is left must be exact, not the whole."""
     rows: bool = False
@@ -280,7 +279,7 @@ class _Reader:
         if beyond:
             self._refuse(f"attention's {', '.join(sorted(beyond))}")
         half = self._root.meta["val"].dtype.itemsize == 2
-        self.reading.attended = half and not names & _LOGITS
+        self.reading.attended = half and names == {"value"}
         self.reading.fine |= not self.reading.attended
         self._chain.end(node)
 
@@ -380,7 +379,7 @@ RULES: tuple[Rule, ...] = (
          _Reader.size, "rounded: its values are not read"),
     Rule("fused attention's backward", True, lambda _, user: is_attention(user),
          _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; "
-         "of 16-bit tensors v and output in 8, q and k exact, as is the rest"),
+         "of 16-bit tensors v in 8, the others exact, as is the rest"),
     Rule("a product of two activations: attention by hand", True,
          lambda _, user: user.target in BATCHED_PRODUCTS,
          _Reader.batched, "in 12 bits, likewise"),
