@@ -14,8 +14,12 @@ from typing import Any
 
 from hot_compile.runtime.pointwise import taught
 
-_FEWEST = 512
-"""Elements of a row's block from which on more than one warp goes over a row."""
+_SHORTEST = 512
+"""Elements of a row's block from which on more than one warp goes over a row. Of so many, Inductor
+takes four rows at once."""
+_MANY = 64
+"""Rows a block from which on it takes several of longer ones, too."""
+_MOST_WARPS = 8
 _HEURISTIC = re.compile(
     r"@triton_heuristics\.persistent_reduction\(\s*size_hints=\{[^}]*\},\s*reduction_hint=[\w.]+,"
 )
@@ -43,9 +47,10 @@ def one_row_at_a_time(code: str, rows: int) -> str:
     Args:
         code: of a kernel that goes over ``rows`` rows a block.
     """
-    block = _BLOCK.search(code)
-    if block is None or not _CODES.search(code) or int(block[1]) < _FEWEST:
+    found = _BLOCK.search(code)
+    block = int(found[1]) if found and _CODES.search(code) else 0
+    if not (block == _SHORTEST or (block > _SHORTEST and rows >= _MANY)):
         return code
     fixed = {"XBLOCK": 1, "RSPLIT_SIZE": rows, "NUM_STAGES": 1}
-    fixed |= {"num_warps": int(block[1]) // 256, "num_stages": 1}
+    fixed |= {"num_warps": min(_MOST_WARPS, block // 256), "num_stages": 1}
     return _HEURISTIC.sub(f"@triton_heuristics.fixed_config(config={fixed},", code, count=1)

@@ -23,18 +23,22 @@ def kernel(in_ptr0, in_ptr1, out_ptr2, xnumel, r0_numel, XBLOCK : tl.constexpr):
 """
 
 
-@pytest.mark.parametrize(("block", "warps"), [(512, 2), (1024, 4), (2048, 8)])
+@pytest.mark.parametrize(
+    ("block", "rows", "warps"), [(512, 16, 2), (512, 128, 2), (1024, 64, 4), (4096, 128, 8)]
+)
 @pytest.mark.parametrize("codes", ["*i8", "*u8"])
-def test_the_configuration_is_fixed(block, warps, codes):
-    got = one_row_at_a_time(KERNEL.format(block=block, codes=codes), 16)
-    config = f"'XBLOCK': 1, 'RSPLIT_SIZE': 16, 'NUM_STAGES': 1, 'num_warps': {warps}"
+def test_the_configuration_is_fixed(block, rows, warps, codes):
+    got = one_row_at_a_time(KERNEL.format(block=block, codes=codes), rows)
+    config = f"'XBLOCK': 1, 'RSPLIT_SIZE': {rows}, 'NUM_STAGES': 1, 'num_warps': {warps}"
     assert f"@triton_heuristics.fixed_config(config={{{config}, 'num_stages': 1}},\n" in got
     assert "persistent_reduction" not in got
     assert "size_hints" not in got
     assert got.count("filename=__file__") == 1
 
 
-@pytest.mark.parametrize(("block", "codes"), [(256, "*i8"), (512, "*bf16"), (1024, "*fp32")])
+@pytest.mark.parametrize(
+    ("block", "codes"), [(256, "*i8"), (512, "*bf16"), (1024, "*fp32"), (1024, "*i8")]
+)
 def test_other_kernels_stay_as_inductor_wrote_them(block, codes):
     text = KERNEL.format(block=block, codes=codes)
     assert one_row_at_a_time(text, 16) == text
