@@ -232,6 +232,16 @@ def lowered(make: Model, options: dict[str, Any] | None, hot: bool = True) -> li
     return found
 
 
+def codes_of(make: Model, options: dict[str, Any], folder: str) -> list[str]:
+    """What is written for the forward and for the backward of a step, in ``folder``."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    codes: list[str] = []
+    pretend(kernels=False, written=codes.append)
+    graphs = lowered(make, options)
+    assert graphs == [("forward", ""), ("backward", "")], graphs
+    return codes
+
+
 def _stand_in(gm: fx.GraphModule, backward: bool) -> Callable[..., Any]:
     """What runs in the code's place: a forward makes fake outputs, a backward ends the step."""
     (outputs,) = gm.graph.output_node().args

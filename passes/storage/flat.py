@@ -16,26 +16,26 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, walk
-from hot_compile.passes.base.operators import RESHAPES, is_pointwise
+from hot_compile.passes.base.operators import is_pointwise
+from hot_compile.passes.storage.pieces import RESHAPED, known
 
 _BY_PLANES: dict[Any, int] = {
     torch.ops.hot.restored_planes.default: 3,
     torch.ops.hot.restored_nibbles.default: 2,
 }
 """What restores groups, and how many of its arguments are theirs."""
-_RESHAPED = RESHAPES | {aten.alias.default}
 
 
 def work_out_flat(backward: fx.Graph) -> int:
     """Rewrite what is made of restored tensors; returns how many of these."""
     restored = [n for n in backward.nodes if n.target in _BY_PLANES and _is_long(n)]
-    region = dict.fromkeys(walk(restored, _made_of))
+    region = walk(restored, _made_of)
     flat: dict[fx.Node, fx.Node] = {}
     for node in [n for n in backward.nodes if n in region]:
         emit = Emitter(backward, node.next, node)
-        if node in restored:
+        if node.target in _BY_PLANES:
             flat[node] = _restored(emit, node)
-        elif node.target in _RESHAPED:
+        elif node.target in RESHAPED:
             flat[node] = flat[node.all_input_nodes[0]]
         else:
             given = {n: _line(emit, flat, n) for n in node.all_input_nodes}
@@ -58,14 +58,14 @@ def _is_long(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_cuda or value.dim() == 0:
         return False
-    return all(isinstance(size, int) for size in value.shape) and value.is_contiguous()
+    return known(value) and value.is_contiguous()
 
 
 def _made_of(node: fx.Node) -> Iterator[fx.Node]:
     """What is worked out of it and of tensors that are as long."""
     size = node.meta["val"].numel()
     for user in node.users:
-        fits = user.target in _RESHAPED or (
+        fits = user.target in RESHAPED or (
             is_pointwise(user) and all(_is_as_long(given, size) for given in user.all_input_nodes)
         )
         if fits and _is_long(user) and user.meta["val"].numel() == size:

@@ -28,7 +28,7 @@ SIDE_BY_SIDE = torch.ops.hot.side_by_side.default
 _MOST_OPERATIONS = 24
 """Elementwise operators of a result: it is worked out once a piece, in one kernel."""
 _FOLLOWED = VIEWS | CASTS
-_RESHAPED = RESHAPES | {aten.alias.default}
+RESHAPED = RESHAPES | {aten.alias.default}
 _READ = VIEWS | {
     aten.cat.default,
     aten.constant_pad_nd.default,
@@ -96,7 +96,7 @@ def restore_once_where_spread(backward: fx.Graph) -> int:
             continue
         value = _as_read(node)
         kept = value.meta["val"]
-        if kept.is_cuda and _known(kept) and kept.is_contiguous() and _is_spread(value):
+        if kept.is_cuda and known(kept) and kept.is_contiguous() and _is_spread(value):
             readers = list(value.users)
             read = Emitter(backward, value.next, value).from_memory(value)
             for reader in readers:
@@ -105,7 +105,7 @@ def restore_once_where_spread(backward: fx.Graph) -> int:
     return count
 
 
-def _known(value: torch.Tensor) -> bool:
+def known(value: torch.Tensor) -> bool:
     """Its sizes are, as it is compiled."""
     return all(isinstance(size, int) for size in value.shape)
 
@@ -117,7 +117,7 @@ def _as_read(restored: fx.Node) -> fx.Node:
         (node,) = node.users
         if node.target in CASTS:
             return node
-        if node.target not in _RESHAPED:
+        if node.target not in RESHAPED:
             break
     return restored
 
@@ -137,7 +137,7 @@ def _is_spread(value: fx.Node) -> bool:
 def _reads_element_by_element(node: fx.Node) -> bool:
     value = node.meta.get("val")
     fuses_it = is_pointwise(node) or node.target in _READ
-    return fuses_it and isinstance(value, torch.Tensor) and _known(value)
+    return fuses_it and isinstance(value, torch.Tensor) and known(value)
 
 
 def _worked_out_of_restored(part: fx.Node) -> bool:
@@ -163,7 +163,7 @@ def _kind(node: fx.Node, scheme: Scheme) -> tuple[Any, ...] | None:
         return None
     layout = _layout(node, scheme)
     plain = value.is_contiguous() and layout.cut[2] == 1
-    return (scheme, tuple(value.shape), value.device) if plain and _known(value) else None
+    return (scheme, tuple(value.shape), value.device) if plain and known(value) else None
 
 
 def _layout(node: fx.Node, scheme: Scheme) -> Layout:
@@ -184,7 +184,7 @@ def _region(graph: fx.Graph, given: list[fx.Node]) -> dict[fx.Node, int]:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.numel() != size:
             continue
-        if node.target in _RESHAPED:
+        if node.target in RESHAPED:
             found[node] = found[sources[0]]
         elif is_pointwise(node) and value.is_contiguous():
             found[node] = 1 + sum(found[n] for n in sources)
@@ -199,7 +199,7 @@ def _is_number(node: fx.Node) -> bool:
 def _results(region: Mapping[fx.Node, int], given: Set[fx.Node]) -> Iterator[fx.Node]:
     """What libraries read of the region, and nothing else does."""
     for node, operators in list(region.items()):
-        if node in given or node.target in _RESHAPED or not 0 < operators <= _MOST_OPERATIONS:
+        if node in given or node.target in RESHAPED or not 0 < operators <= _MOST_OPERATIONS:
             continue
         readers = set(through_views(node))
         if readers and not any(reader in region or _fused(reader) for reader in readers):
@@ -229,7 +229,7 @@ def _rewrite(
         for node in region:
             if node not in needed or node in own:
                 continue
-            if node.target in _RESHAPED:
+            if node.target in RESHAPED:
                 own[node] = own[node.all_input_nodes[0]]
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), _among(own))

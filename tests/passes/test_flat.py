@@ -1,6 +1,5 @@
 """What is made of restored tensors over one line of memory is what it was."""
 
-import os
 import re
 
 import absent_gpu
@@ -105,11 +104,7 @@ def mlp():
 
 def kernels(folder):
     """Sources of the backward's kernels that read planes, as written for a GPU."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    codes = []
-    absent_gpu.pretend(kernels=False, written=codes.append)
-    graphs = absent_gpu.lowered(mlp, {"min_gain": 100, "memory": "all"})
-    assert graphs == [("forward", ""), ("backward", "")], graphs
+    codes = absent_gpu.codes_of(mlp, {"min_gain": 100, "memory": "all"}, folder)
     return [source for _, source in absent_gpu.KERNEL.findall(codes[-1]) if "'*i16'" in source]
 
 

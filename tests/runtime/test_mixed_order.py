@@ -1,7 +1,5 @@
 """Kernels that sum along rows of codes and across them go one row at a time."""
 
-import os
-
 import absent_gpu
 import pytest
 import torch
@@ -68,11 +66,7 @@ def model():
 
 def configurations(folder):
     """Heuristics of kernels of mixed order in a backward that is written for a GPU."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    codes = []
-    absent_gpu.pretend(kernels=False, written=codes.append)
-    graphs = absent_gpu.lowered(model, {"memory": "all"})
-    assert graphs == [("forward", ""), ("backward", "")], graphs
+    codes = absent_gpu.codes_of(model, {"memory": "all"}, folder)
     sources = [source for _, source in absent_gpu.KERNEL.findall(codes[-1])]
     return [source for source in sources if "MixOrderReductionGrid" in source]
 
