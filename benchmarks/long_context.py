@@ -1,15 +1,24 @@
-"""Long sequences under checkpointing: what the blocks' inputs take, stock beside hot.
+"""LoRA on one long sequence: stock beside hot, and what others' tools make of it.
 
     python benchmarks/long_context.py --device cuda --json out.json
     python benchmarks/long_context.py --device cuda --tokens 131072 --vocab 8192 --steps 1
+    python benchmarks/long_context.py --device cuda --tokens 8192 --arms \
+        "eager,eager liger,stock,stock cce,hot,eager kept,eager liger kept,stock kept,hot kept"
 
-A Llama with LoRA (peft), its blocks checkpointed, a batch of one sequence; by default Llama-8B's
-dimensions cut to four layers on a GPU, a tiny one on a CPU. ``stock``: compiled as a whole by
-Inductor; ``stock offload``: the same under torch's ``save_on_cpu``; ``hot``: by hot;
-``hot blocks``: each block by itself, the head with its loss, and
-``hot_compile.compress_boundaries``; ``hot blocks host``: these in host memory. ``peak`` is above
-weights; ``kept`` is what stands between forward and backward, on a GPU. What does not fit is no row
-of the table, and has its error in the JSON.
+A Llama with LoRA (peft), a batch of one sequence; by default Llama-8B's dimensions cut to four
+layers on a GPU, a tiny one on a CPU. An arm is words. The first compiles it: ``eager`` not at all,
+``stock`` as a whole by Inductor, ``hot`` by hot. Then:
+
+* ``kept``: without checkpoints, which all others have around their blocks
+* ``offload``: under torch's ``save_on_cpu``
+* ``blocks``: each block by itself, the head with its loss, ``hot_compile.compress_boundaries``;
+  ``host``: these in host memory
+* ``liger``: Liger's kernels for all that it has (``pip install liger-kernel``; they are not for
+  Dynamo, torch 2.11); ``cce``: the loss by cut-cross-entropy
+* ``nf4``: frozen weights in 4 bits (QLoRA) by bitsandbytes
+
+``peak`` is above weights; ``kept`` in the table is what stands between forward and backward, on a
+GPU. What does not fit is no row of the table, and has its error in the JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import head
 import peft
 import tables
 import torch
@@ -33,6 +43,7 @@ from step import synchronize
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 import hot_compile
 from hot_compile.memory import peak_bytes
@@ -40,6 +51,8 @@ from hot_compile.memory import peak_bytes
 MASKLESS = {"attn_implementation": "causal"}
 """Transformers makes no mask for a name that it does not know. Traced, it makes one for "sdpa" even
 where all is causal: 32 GiB at 131072 tokens, and kept for the backward, by any backend."""
+AS_INSTALLED = dict(vars(modeling_llama))
+"""Liger changes it."""
 LOOKED_AT = 4
 """Steps until hot has looked at three; the next look is at the eighth."""
 ARMS = "stock,stock offload,hot,hot blocks,hot blocks host"
@@ -61,35 +74,70 @@ class Row(StepRow):
     error: str = ""
 
 
-def build(sizes: dict[str, Any], layers: int, vocab: int, device: torch.device) -> nn.Module:
+def build(
+    arm: str, sizes: dict[str, Any], layers: int, vocab: int, device: torch.device
+) -> nn.Module:
     """Random weights in bf16 on a GPU, frozen; LoRA of rank 16 on all but the head."""
     more = {"num_hidden_layers": layers, "vocab_size": vocab, "max_position_embeddings": 2**18}
+    vars(modeling_llama).update(AS_INSTALLED)
     transformers.AttentionInterface.register("causal", sdpa_attention_forward)
     config = transformers.LlamaConfig(**sizes, **more, use_cache=False, **MASKLESS)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).to(dtype)
+    if "liger" in arm.split():
+        _use_liger(model)
+    if "nf4" in arm.split():
+        _in_four_bits(model.model, device)
     return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear")).train()
+
+
+def _use_liger(model: nn.Module) -> None:
+    """Its norms, SwiGLU and head with loss in this model, its rotary embedding in any."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model)
+
+
+def _in_four_bits(model: nn.Module, device: torch.device) -> None:
+    """Every Linear becomes bitsandbytes' of NF4, which quantises as it is moved."""
+    import bitsandbytes
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                kept = child.weight.data.cpu()
+                small = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, quant_type="nf4",
+                    compute_dtype=kept.dtype, device="cpu",
+                )  # fmt: skip
+                small.load_state_dict({"weight": kept})
+                setattr(module, name, small.to(device))
 
 
 def prepare(model: nn.Module, arm: str, bits: int) -> Callable[[Tensor], Tensor]:
     """Compile ``model`` as ``arm`` says; gives the forward, which returns the loss."""
     torch._dynamo.reset()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    backend = "hot" if arm.startswith("hot") else "inductor"
+    words = arm.split()
+    if "kept" not in words:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    backend = {"eager": "eager", "stock": "inductor", "hot": "hot"}[words[0]]
+    causal: nn.Module = model.base_model.model
     call: Callable[..., Any] = model
-    if "blocks" in arm:
-        hot_compile.compress_boundaries(model, bits=bits, host="host" in arm)
-        for block in model.base_model.model.model.layers:
+    if "blocks" in words:
+        hot_compile.compress_boundaries(model, bits=bits, host="host" in words)
+        for block in causal.model.layers:
             block.forward = torch.compile(block.forward, backend=backend)
-        call = with_head(model.base_model.model, backend)
-    else:
-        call = torch.compile(model, backend=backend)
+        call = with_head(causal, backend)
+    elif "cce" in words:
+        call = _with_cce(causal)
+    if backend != "eager" and "blocks" not in words:
+        call = torch.compile(call, backend=backend)
     pinned = next(model.parameters()).is_cuda
 
     def forward(ids: Tensor) -> Tensor:
-        offload = torch.autograd.graph.save_on_cpu(pinned) if "offload" in arm else None
+        offload = torch.autograd.graph.save_on_cpu(pinned) if "offload" in words else None
         with offload or contextlib.nullcontext():
             loss: Tensor = call(input_ids=ids, labels=ids).loss
         return loss
@@ -109,6 +157,13 @@ def with_head(causal: nn.Module, backend: str) -> Callable[..., Any]:
         return SimpleNamespace(loss=loss_of(causal.model(input_ids)[0], labels))
 
     return call
+
+
+def _with_cce(causal: nn.Module) -> Callable[..., Any]:
+    """What calls ``causal``'s blocks, and cut-cross-entropy for the rest."""
+    whole = head.LossOnly(causal)
+    whole.config = "cce"
+    return lambda input_ids, labels: SimpleNamespace(loss=whole(input_ids))
 
 
 def measure(row: Row, model: nn.Module, ids: Tensor, bits: int, steps: int) -> None:
@@ -148,7 +203,7 @@ def rows_of(
     rows = [Row(f"{tokens} tokens", arm) for arm in arms]
     for row in rows:
         torch.manual_seed(0)
-        model = build(device=device, **sizes)
+        model = build(row.config, device=device, **sizes)
         ids = torch.randint(sizes["vocab"], (1, tokens), device=device)
         try:
             measure(row, model, ids, bits, steps)

@@ -36,7 +36,8 @@ def test_a_step_is_its_products_and_what_they_move():
     assert StepTime(1.0, 9.0, False, priced=2.0).slack == SLACK
     assert step_time(graph, lambda _: rates, captured=True) == StepTime(step.device, 0.0)
     assert step_time(graph, lambda _: None) is None
-    assert step_time(graph, lambda _: RATES["cpu"]) is None
+    assert step_time(graph, lambda _: RATES["cpu-vnni"]) is None
+    assert step_time(graph, lambda _: RATES["cpu"]).host == 0
     assert step_time(fx.Graph(), lambda _: rates) is None
     assert 0 < SLACK <= 0.03, "the bar: never more than 3 % slower than stock"
 
@@ -64,10 +65,11 @@ def images(batch):
 
 @pytest.fixture
 def predicted(rates_folder):
-    """What ``predict`` says of ``images`` on an H200 whose host takes so long for a call."""
+    """What ``predict`` says of ``images`` on an H200 whose host takes so long for a call, or on
+    another device."""
 
-    def plan(launch, **options):
-        rates = dataclasses.replace(H200, launch=launch)
+    def plan(launch, device=H200, **options):
+        rates = dataclasses.replace(device, launch=launch)
         path = tuned.save(torch.device("cpu"), rates).rename(rates_folder / "mine.json")
         (graph,) = predict(images, 256, str(path), "bf16", options=options).graphs
         return graph
@@ -89,6 +91,16 @@ def test_a_step_that_waits_for_its_host_is_spared_launches(predicted):
     every = predicted(1e-3, memory="all")
     assert every.held_bytes < slow.held_bytes
     assert len(stored(every)) > len(stored(slow))
+
+
+def test_a_cpu_stores_what_its_layers_pay_for(predicted):
+    """Without VNNI they win nothing, and a step has its three percent."""
+    usual = RATES["cpu"].launch
+    fast = predicted(usual, RATES["cpu-vnni"])
+    slow = predicted(usual, RATES["cpu"])
+    assert not any(c.reason == pipeline.TOO_DEAR for c in fast.crossing)
+    assert any(c.reason == pipeline.TOO_DEAR for c in slow.crossing)
+    assert slow.held_bytes > fast.held_bytes
 
 
 @pytest.mark.parametrize(("launch", "recomputes"), [(1e-9, True), (1e-3, False)])

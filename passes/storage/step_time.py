@@ -71,7 +71,7 @@ class StepTime:
 def step_time(
     graph: fx.Graph, rates_of: Callable[[torch.device], Rates | None], captured: bool = False
 ) -> StepTime | None:
-    """Of a joint graph; None where a device has no rates, or does not work while the host goes on:
+    """Of a joint graph; None where a device has no rates, or is a CPU with fast integer products:
     there what layers win is many times what storing costs.
 
     ``captured``: steps are CUDA graphs, which take a host next to no time.
@@ -86,9 +86,9 @@ def step_time(
         )
         moved = [t for t in pytree.tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
         rates = rates_of(moved[0].device)
-        if rates is None or not rates.asynchronous:
+        if rates is None or _wins_by_far(rates):
             return None
-        launch = rates.launch
+        launch = rates.launch if rates.asynchronous else 0.0
         speed = rates.exact.get(str(moved[0].dtype).removeprefix("torch."))
         total += 2 * sum(map(bytes_of, moved)) / rates.copy
         if speed:
@@ -96,6 +96,10 @@ def step_time(
     calls = 0 if captured else sum(map(_is_kernel, graph.nodes))
     host = calls * LAUNCH * launch
     return StepTime(total, host, priced=host) if total else None
+
+
+def _wins_by_far(rates: Rates) -> bool:
+    return not rates.asynchronous and rates.integer > rates.exact["float32"]
 
 
 def _is_kernel(node: fx.Node) -> bool:
