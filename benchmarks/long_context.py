@@ -5,7 +5,8 @@
     python benchmarks/long_context.py --device cuda --tokens 8192 --arms \
         "eager,eager liger,stock,stock cce,hot,eager kept,eager liger kept,stock kept,hot kept"
 
-A Llama with LoRA (peft), a batch of one sequence; by default Llama-8B's dimensions cut to four
+A Llama with LoRA (peft), a batch of one sequence, on a GPU in bf16 under autocast, as Hugging
+Face's Trainer has it (its adapters are fp32, and without it would be multiplied so); by default Llama-8B's dimensions cut to four
 layers on a GPU, a tiny one on a CPU. An arm is words. The first compiles it: ``eager`` not at all,
 ``stock`` as a whole by Inductor, ``hot`` by hot. Then:
 
@@ -121,7 +122,7 @@ def prepare(model: nn.Module, arm: str, bits: int) -> Callable[[Tensor], Tensor]
     words = arm.split()
     if "kept" not in words:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+        model.disable_input_require_grads()  # only reentrant ones need it; Dynamo's graph breaks
     backend = {"eager": "eager", "stock": "inductor", "hot": "hot"}[words[0]]
     causal: nn.Module = model.base_model.model
     call: Callable[..., Any] = model
@@ -132,17 +133,29 @@ def prepare(model: nn.Module, arm: str, bits: int) -> Callable[[Tensor], Tensor]
         call = with_head(causal, backend)
     elif "cce" in words:
         call = _with_cce(causal)
-    if backend != "eager" and "blocks" not in words:
-        call = torch.compile(call, backend=backend)
-    pinned = next(model.parameters()).is_cuda
+    if "blocks" not in words:
+        call = _loss_only(call, backend)
+    on_gpu = next(model.parameters()).is_cuda
 
     def forward(ids: Tensor) -> Tensor:
-        offload = torch.autograd.graph.save_on_cpu(pinned) if "offload" in words else None
-        with offload or contextlib.nullcontext():
+        offload = torch.autograd.graph.save_on_cpu(on_gpu) if "offload" in words else None
+        bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu)
+        with bf16, offload or contextlib.nullcontext():
             loss: Tensor = call(input_ids=ids, labels=ids).loss
         return loss
 
     return forward
+
+
+def _loss_only(call: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """What returns no logits, as recipes say."""
+
+    def loss_of(ids: Tensor) -> Tensor:
+        loss: Tensor = call(input_ids=ids, labels=ids).loss
+        return loss
+
+    compiled = loss_of if backend == "eager" else torch.compile(loss_of, backend=backend)
+    return lambda input_ids, labels: SimpleNamespace(loss=compiled(input_ids))
 
 
 def with_head(causal: nn.Module, backend: str) -> Callable[..., Any]:

@@ -59,7 +59,7 @@ def main(
     adapted.print_trainable_parameters()
     if checkpointed:
         adapted.gradient_checkpointing_enable({"use_reentrant": False})
-        adapted.enable_input_require_grads()
+        adapted.disable_input_require_grads()  # what transformers enabled breaks the graph
     adapted.compile(backend=backend)  # the one line
     content = (text or Path(argparse.__file__)).read_text()
     ids = token_ids(model, content)

@@ -80,6 +80,9 @@ class Model(nn.Module):
         loss = None if labels is None else F.cross_entropy(found.flatten(0, 1), labels.flatten())
         return {"loss": loss} if labels is not None else Output(loss, found)
 
+    def disable_input_require_grads(self):
+        pass
+
     def gradient_checkpointing_enable(self, settings=None):
         pass
 
