@@ -5,10 +5,10 @@
     python benchmarks/long_context.py --device cuda --tokens 8192 --arms \
         "eager,eager liger,stock,stock cce,hot,eager kept,eager liger kept,stock kept,hot kept"
 
-A Llama with LoRA (peft), a batch of one sequence, on a GPU in bf16 under autocast, as Hugging
-Face's Trainer has it (its adapters are fp32, and without it would be multiplied so); by default Llama-8B's dimensions cut to four
-layers on a GPU, a tiny one on a CPU. An arm is words. The first compiles it: ``eager`` not at all,
-``stock`` as a whole by Inductor, ``hot`` by hot. Then:
+A Llama with LoRA (peft), a batch of one sequence; by default Llama-8B's dimensions cut to four
+layers on a GPU, in bf16 under autocast, as Hugging Face's Trainer has it (adapters are fp32, and
+without it would be multiplied so); a tiny one in fp32 on a CPU. An arm is words. The first compiles
+it: ``eager`` not at all, ``stock`` as a whole by Inductor, ``hot`` by hot. Then:
 
 * ``kept``: without checkpoints, which all others have around their blocks
 * ``offload``: under torch's ``save_on_cpu``
@@ -251,7 +251,7 @@ def main(
     }
     rows = rows_of(arms.split(","), tokens, where, bits, steps, **sizes)
     said = document(where, {**sizes, "tokens": tokens, "bits": bits, "steps": steps}, rows)
-    publish(tables.steps, said, "one sequence, checkpointed, LoRA", json_file)
+    publish(tables.steps, said, "one sequence, LoRA", json_file)
     return rows
 
 

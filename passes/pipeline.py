@@ -27,6 +27,7 @@ from hot_compile.passes.exact.casts import cast_together, count_together
 from hot_compile.passes.exact.forms import Candidate, candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.exact.kernels import keep_themselves
+from hot_compile.passes.exact.scalars import scale_behind
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
@@ -434,18 +435,17 @@ def _pieces(cut: Partitioned) -> int:
     return ahead + sum(work(cut.backward.graph) for work in back)
 
 
-def _sums(cut: Partitioned) -> int:
-    return add_as_made(cut.backward.graph)
-
-
 def _casts(cut: Partitioned) -> int:
     if cut.plan is None or not cut.context.config.exact_forms:
         return 0
     return sum(map(cast_together, cut.graphs)) + count_together(cut.forward.graph)
 
 
-def _attention(cut: Partitioned) -> int:
-    return lay_out_alike(cut.backward.graph)
+def _scalars(cut: Partitioned) -> int:
+    waits = cut.step is not None and cut.step.waits_for_host
+    if waits or not cut.context.config.exact_forms:
+        return 0
+    return scale_behind(cut.backward.graph, cut.context.rates)
 
 
 def _kernels(cut: Partitioned) -> int:
@@ -486,9 +486,10 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("store", _store, changes=True),
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),
-    Step("sums", _sums, changes=True),
+    Step("sums", lambda cut: add_as_made(cut.backward.graph), changes=True),
     Step("casts", _casts, changes=True),
-    Step("attention", _attention, changes=True),
+    Step("scalars", _scalars, changes=True),
+    Step("attention", lambda cut: lay_out_alike(cut.backward.graph), changes=True),
     Step("kernels", _kernels, changes=True),
 )
 """On the forward and the backward that min-cut made."""

@@ -38,7 +38,8 @@ def test_the_order_is_written_down():
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
         "layouts", "inputs", "advance", "crossers", "plan_storage", "store",
-        "functions", "pieces", "sums", "casts", "attention", "kernels",
+        "functions", "pieces", "sums", "casts", "scalars", "attention",
+        "kernels",
     ]  # fmt: skip
     for steps in (pipeline.JOINT, pipeline.OBSERVED):
         changes = [step.changes for step in steps]
