@@ -443,7 +443,7 @@ def _casts(cut: Partitioned) -> int:
 
 def _scalars(cut: Partitioned) -> int:
     waits = cut.step is not None and cut.step.waits_for_host
-    if waits or not cut.context.config.exact_forms:
+    if waits or cut.plan is None or not cut.context.config.exact_forms:
         return 0
     return scale_behind(cut.backward.graph, cut.context.rates)
 
