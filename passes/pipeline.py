@@ -105,7 +105,8 @@ class Joint:
 def _duration(joint: Joint) -> int:
     context, config = joint.context, joint.context.config
     if config.memory is Memory.AUTO and not config.has_budget:
-        predicted = step_time(joint.graph, context.rates, context.captured)
+        forced = config.min_gain == 0
+        predicted = step_time(joint.graph, context.rates, context.captured, forced)
         joint.step = predicted
         if context.timed is not None:
             priced = predicted.priced if predicted else 0.0

@@ -36,7 +36,6 @@ def test_a_step_is_its_products_and_what_they_move():
     assert StepTime(1.0, 9.0, False, priced=2.0).slack == SLACK
     assert step_time(graph, lambda _: rates, captured=True) == StepTime(step.device, 0.0)
     assert step_time(graph, lambda _: None) is None
-    assert step_time(graph, lambda _: RATES["cpu-vnni"]) is None
     assert step_time(graph, lambda _: RATES["cpu"]).host == 0
     assert step_time(fx.Graph(), lambda _: rates) is None
     assert 0 < SLACK <= 0.03, "the bar: never more than 3 % slower than stock"
@@ -93,14 +92,15 @@ def test_a_step_that_waits_for_its_host_is_spared_launches(predicted):
     assert len(stored(every)) > len(stored(slow))
 
 
-def test_a_cpu_stores_what_its_layers_pay_for(predicted):
-    """Without VNNI they win nothing, and a step has its three percent."""
-    usual = RATES["cpu"].launch
-    fast = predicted(usual, RATES["cpu-vnni"])
-    slow = predicted(usual, RATES["cpu"])
-    assert not any(c.reason == pipeline.TOO_DEAR for c in fast.crossing)
-    assert any(c.reason == pipeline.TOO_DEAR for c in slow.crossing)
-    assert slow.held_bytes > fast.held_bytes
+@pytest.mark.parametrize("kind", ["cpu", "cpu-vnni"])
+def test_a_cpu_stores_what_a_step_pays_for(predicted, kind):
+    """Images want their three percent and what layers win; who forces layers wants no limit."""
+    own = RATES[kind]
+    usual, every = (predicted(own.launch, own, memory=memory) for memory in ("auto", "all"))
+    assert any(c.reason == pipeline.TOO_DEAR for c in usual.crossing)
+    assert usual.held_bytes > every.held_bytes
+    forced = predicted(own.launch, own, min_gain=0)
+    assert not any(c.reason == pipeline.TOO_DEAR for c in forced.crossing)
 
 
 @pytest.mark.parametrize(("launch", "recomputes"), [(1e-9, True), (1e-3, False)])

@@ -69,12 +69,17 @@ class StepTime:
 
 
 def step_time(
-    graph: fx.Graph, rates_of: Callable[[torch.device], Rates | None], captured: bool = False
+    graph: fx.Graph,
+    rates_of: Callable[[torch.device], Rates | None],
+    captured: bool = False,
+    forced: bool = False,
 ) -> StepTime | None:
-    """Of a joint graph; None where a device has no rates, or is a CPU with fast integer products:
-    there what layers win is many times what storing costs.
+    """Of a joint graph; None where a device has no rates.
 
-    ``captured``: steps are CUDA graphs, which take a host next to no time.
+    Args:
+        captured: steps are CUDA graphs, which take a host next to no time.
+        forced: layers are rewritten whether or not it pays; None on a CPU, where what they lose is
+            many times what storing takes.
     """
     total, launch = 0.0, 0.0
     for node in graph.nodes:
@@ -86,9 +91,9 @@ def step_time(
         )
         moved = [t for t in pytree.tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
         rates = rates_of(moved[0].device)
-        if rates is None or _wins_by_far(rates):
+        if rates is None or (forced and not rates.asynchronous):
             return None
-        launch = rates.launch if rates.asynchronous else 0.0
+        launch = rates.launch if rates.asynchronous else 0.0  # a CPU is its own host
         speed = rates.exact.get(str(moved[0].dtype).removeprefix("torch."))
         total += 2 * sum(map(bytes_of, moved)) / rates.copy
         if speed:
@@ -96,10 +101,6 @@ def step_time(
     calls = 0 if captured else sum(map(_is_kernel, graph.nodes))
     host = calls * LAUNCH * launch
     return StepTime(total, host, priced=host) if total else None
-
-
-def _wins_by_far(rates: Rates) -> bool:
-    return not rates.asynchronous and rates.integer > rates.exact["float32"]
 
 
 def _is_kernel(node: fx.Node) -> bool:

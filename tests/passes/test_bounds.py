@@ -64,7 +64,7 @@ class Call(nn.Module):
 def of_softmax(model, x):
     """Reasons of what stays exact for a softmax's sake, and how much is stored in 12 bits."""
     torch.manual_seed(0)
-    _, reports = hot_step(model, x, options={"memory_min_bytes": 0})
+    _, reports = hot_step(model, x, options={"memory": "all", "memory_min_bytes": 0})
     crossing = [c for report in reports for c in report.crossing]
     reasons = [c for c in crossing if "no norm bounds" in c.reason]
     return len(reasons), sum(c.scheme == "groups12" for c in crossing)

@@ -17,7 +17,7 @@ from hot_compile.passes.storage import store as storing
 from hot_compile.testing import cosine, hot_step
 
 BATCH, CHANNELS, SIZE = 32, 16, 16
-OPTIONS = {"min_gain": 99, "memory_min_bytes": 1024}  # exact layers, everything stored
+OPTIONS = {"min_gain": 99, "memory": "all", "memory_min_bytes": 1024}  # exact layers
 
 
 class Net(nn.Module):
