@@ -65,8 +65,9 @@ class Memory(str, Enum):
     """Which tensors are stored compressed between forward and backward."""
 
     AUTO = "auto"
-    """As ``ALL``, but on a GPU the dearest stay exact where all of them are predicted to take more
-    than 3 % of the step beyond what layers win (``passes/storage/step_time.py``)."""
+    """As ``ALL``, but the dearest stay exact where all of them are predicted to take more than 3 %
+    of the step beyond what layers win (``passes/storage/step_time.py``). On a CPU ``min_gain=0``,
+    which takes layers that lose time, is without that limit."""
     ALL = "all"
     """Every large one whose readers tolerate it, layers' inputs or not."""
     PAPER = "paper"
