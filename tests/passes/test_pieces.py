@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from samples_graphs import given
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -110,16 +110,12 @@ def test_the_operator_keeps_its_contract():
 
 def planes_and_gradient(device):
     """(a graph, its nodes for planes of [16, 128] numbers, and for a gradient)."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-    sizes = {"upper": (16, 32, 1), "lower": (16, 32, 1), "scale": (16, 1, 1), "gradient": (8, 128)}
-    kinds = {"upper": torch.int16, "lower": torch.uint8, "scale": torch.bfloat16}
-    given = {}
-    for name, size in sizes.items():
-        given[name] = graph.placeholder(name)
-        with mode:
-            kind = kinds.get(name, torch.float32)
-            given[name].meta["val"] = torch.empty(size, dtype=kind, device=device)
-    *planes, gradient = given.values()
+    graph = fx.Graph()
+    tensors = {
+        "upper": ((16, 32, 1), torch.int16), "lower": ((16, 32, 1), torch.uint8),
+        "scale": ((16, 1, 1), torch.bfloat16), "gradient": ((8, 128), torch.float32),
+    }  # fmt: skip
+    *planes, gradient = given(graph, tensors, device)
     return graph, planes, gradient
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from samples_graphs import given
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.cost.devices import RATES
@@ -21,14 +21,9 @@ def adapter(number=0.7, dtype=torch.bfloat16, rank=RANK, base=True, also=False):
 
     ``base``: the layer's own product reads the gradient; ``also``: what is scaled is returned, too.
     """
-    graph, mode = fx.Graph(), FakeTensorMode()
+    graph = fx.Graph()
     sizes = {"g": (1, ROWS, WIDE), "w": (WIDE, INPUTS), "b": (WIDE, rank), "a": (ROWS, rank)}
-    given = {}
-    for name, size in sizes.items():
-        given[name] = graph.placeholder(name)
-        with mode:
-            given[name].meta["val"] = torch.zeros(size, dtype=dtype)
-    g, w, b, a = given.values()
+    g, w, b, a = given(graph, {name: (size, dtype) for name, size in sizes.items()})
     end = graph.output(())
     emit = Emitter(graph, end, g)
     scaled = emit(aten.mul.Tensor, g, number)
@@ -68,7 +63,7 @@ def test_small_products_are_scaled(number):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "changes",
     [
         {"base": False},  # nobody else has it written
         {"rank": 64},  # what comes out is as large
@@ -77,8 +72,8 @@ def test_small_products_are_scaled(number):
     ],
     ids=str,
 )
-def test_the_rest_stays(given):
-    graph = adapter(**given)
+def test_the_rest_stays(changes):
+    graph = adapter(**changes)
     before = str(graph)
     assert scale_behind(graph, lambda _: H200) == 0
     assert str(graph) == before

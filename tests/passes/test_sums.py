@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
+from samples_graphs import given
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.backend import hot
 from hot_compile.memory import peak_bytes
@@ -17,14 +17,9 @@ aten = torch.ops.aten
 
 def summed(ours, exact=0, read=None):
     """A sum of products of ours, then exact ones; ``read``: which partial sum is read besides."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-    given = {}
+    graph = fx.Graph()
     sizes = {"a": ((8, 16), torch.int8), "b": ((4, 16), torch.int8), "s": ((), torch.float32)}
-    for name, (size, dtype) in {**sizes, "x": ((8, 4), torch.float32)}.items():
-        given[name] = graph.placeholder(name)
-        with mode:
-            given[name].meta["val"] = torch.zeros(size, dtype=dtype)
-    a, b, s, x = given.values()
+    a, b, s, x = given(graph, {**sizes, "x": ((8, 4), torch.float32)})
     end = graph.output(())
     emit = Emitter(graph, end, x)
     product = torch.ops.hot.scaled_int_mm.default
