@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import head
@@ -86,9 +85,10 @@ def build(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).to(dtype)
-    if "liger" in arm.split():
+    words = arm.split()
+    if "liger" in words:
         _use_liger(model)
-    if "nf4" in arm.split():
+    if "nf4" in words:
         _in_four_bits(model.model, device)
     return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear")).train()
 
@@ -125,40 +125,28 @@ def prepare(model: nn.Module, arm: str, bits: int) -> Callable[[Tensor], Tensor]
         model.disable_input_require_grads()  # only reentrant ones need it; Dynamo's graph breaks
     backend = {"eager": "eager", "stock": "inductor", "hot": "hot"}[words[0]]
     causal: nn.Module = model.base_model.model
-    call: Callable[..., Any] = model
+    call: Callable[[Tensor], Tensor]
     if "blocks" in words:
         hot_compile.compress_boundaries(model, bits=bits, host="host" in words)
         for block in causal.model.layers:
             block.forward = torch.compile(block.forward, backend=backend)
         call = with_head(causal, backend)
-    elif "cce" in words:
-        call = _with_cce(causal)
-    if "blocks" not in words:
-        call = _loss_only(call, backend)
+    else:
+        whole = head.LossOnly(causal)
+        whole.config = "cce" if "cce" in words else "exact"
+        call = whole if backend == "eager" else torch.compile(whole, backend=backend)
     on_gpu = next(model.parameters()).is_cuda
 
     def forward(ids: Tensor) -> Tensor:
         offload = torch.autograd.graph.save_on_cpu(on_gpu) if "offload" in words else None
         bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu)
         with bf16, offload or contextlib.nullcontext():
-            loss: Tensor = call(input_ids=ids, labels=ids).loss
-        return loss
+            return call(ids)
 
     return forward
 
 
-def _loss_only(call: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """What returns no logits, as recipes say."""
-
-    def loss_of(ids: Tensor) -> Tensor:
-        loss: Tensor = call(input_ids=ids, labels=ids).loss
-        return loss
-
-    compiled = loss_of if backend == "eager" else torch.compile(loss_of, backend=backend)
-    return lambda input_ids, labels: SimpleNamespace(loss=compiled(input_ids))
-
-
-def with_head(causal: nn.Module, backend: str) -> Callable[..., Any]:
+def with_head(causal: nn.Module, backend: str) -> Callable[[Tensor], Tensor]:
     """What calls ``causal``'s blocks as they are, and its head with its loss compiled as one."""
 
     @torch.compile(backend=backend)
@@ -166,17 +154,7 @@ def with_head(causal: nn.Module, backend: str) -> Callable[..., Any]:
         logits = causal.lm_head(hidden[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
-    def call(input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=loss_of(causal.model(input_ids)[0], labels))
-
-    return call
-
-
-def _with_cce(causal: nn.Module) -> Callable[..., Any]:
-    """What calls ``causal``'s blocks, and cut-cross-entropy for the rest."""
-    whole = head.LossOnly(causal)
-    whole.config = "cce"
-    return lambda input_ids, labels: SimpleNamespace(loss=whole(input_ids))
+    return lambda ids: loss_of(causal.model(ids)[0], ids)
 
 
 def measure(row: Row, model: nn.Module, ids: Tensor, bits: int, steps: int) -> None:
