@@ -149,14 +149,20 @@ def plan(
     decisions = [_decide(site, config, prices, layers.get(site.name), room) for site in sites]
     forwards = _forwards(sites, config, prices, layers) if config.forward == "int8" else ()
     chosen = [s for s, f in zip(sites, forwards) if f.int8]  # noqa: B905  (or no forwards at all)
-    taken = {s.nodes.forward: "its forward is rewritten" for s in chosen if s.nodes}
+    taken = dict.fromkeys(_products(chosen), "its forward is rewritten")
     pairs = zip(sites, decisions, strict=True)
     chosen = [s for s, d in pairs if d.strategy is not Strategy.EXACT]
-    taken |= {s.nodes.forward: "its backward is rewritten" for s in chosen if s.nodes}
+    taken |= dict.fromkeys(_products(chosen), "its backward is rewritten")
     forms = (_decide_form(candidate, config, taken) for candidate in found)
     known = (rates.source for rates in prices.values() if not isinstance(rates, str))
     rates = tuple(dict.fromkeys(known))
     return Plan(config.recipe, tuple(decisions), tuple(forms), forwards=forwards, rates=rates)
+
+
+def _products(sites: Sequence[Site]) -> Iterator[fx.Node]:
+    """What computes the sites' outputs, as far as it is known."""
+    made = (site.nodes.forward for site in sites if site.nodes is not None)
+    return (node for node in made if node is not None)
 
 
 def _forwards(

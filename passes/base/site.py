@@ -16,7 +16,7 @@ IntLike = int | torch.SymInt
 class SiteNodes:
     """Where the Site lives in the graph. ``None`` where the graph has no such product."""
 
-    x: fx.Node
+    x: fx.Node | None
     """[L, I], the operand the forward product read (after views and casts)."""
     weight: fx.Node
     """[O, I], or [I, O] when ``weight_is_io``, with transposes stripped."""
@@ -28,7 +28,8 @@ class SiteNodes:
     grad_weight: fx.Node | None
     """mm giving g_w [O, I], or [I, O] when ``grad_weight_is_io``."""
     grad_weight_is_io: bool
-    forward: fx.Node
+    forward: fx.Node | None
+    """None, as ``x`` is, where no product that we know multiplies: with weights of 4 bits, say."""
     grad_bias: fx.Node | None = None
     """The sum of g_y's rows, where the graph wants it."""
 

@@ -93,6 +93,8 @@ def _not_ours(site: Site) -> str | None:
         return "first layer: it reads the graph's input"
     if hint(site.rows) == 0:
         return "empty batch"
+    if site.nodes is not None and site.nodes.forward is None:
+        return "an operator of its own multiplies"
     return "convolution: it has no 8-bit forward" if site.conv else None
 
 
@@ -115,7 +117,7 @@ def _needs_no_rotation(site: Site, layer: LayerProfile | None, rates: Rates) -> 
     if layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
         return False
     assert isinstance(site.nodes, SiteNodes)
-    if not _fuses(site.nodes.x, rates):
+    if site.nodes.x is None or not _fuses(site.nodes.x, rates):
         return False
     if not isinstance(site.inputs, int) or site.inputs % CONTRACT_ALIGN:
         return False  # what the product's operands are padded to

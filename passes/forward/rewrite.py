@@ -44,6 +44,7 @@ def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDec
     if not decision.int8:
         return decision
     assert site.nodes is not None
+    assert site.nodes.forward is not None
     old = site.nodes.forward
     try:
         new = _replacement(_Forward(graph, old, old), site, decision)
@@ -65,15 +66,17 @@ def _replacement(emit: Emitter, site: Site, decision: ForwardDecision) -> fx.Nod
 
 def _product(emit: Emitter, nodes: SiteNodes, form: Form) -> fx.Node:
     """What takes the place of the forward's mm or addmm."""
-    old = nodes.forward
+    old, rows = nodes.forward, nodes.x
+    assert old is not None
+    assert rows is not None
     dtype = old.meta["val"].dtype
     addend: Any = old.args[0] if old.target is aten.addmm.default else None
     in_epilogue = addend is not None and addend.meta["val"].dim() == 1
     ones = bias = None
     if in_epilogue:
-        ones = emit.traced(_ones(emit, nodes.x))
+        ones = emit.traced(_ones(emit, rows))
         bias = emit.traced(emit.cast(addend, torch.float32))
-    x, weight = emit.traced(nodes.x), emit.traced(nodes.weight)
+    x, weight = emit.traced(rows), emit.traced(nodes.weight)
     new = node_of(int8_product(x, weight, ones, bias, form, dtype))
     return new if addend is None or in_epilogue else emit(aten.add.Tensor, new, addend)
 

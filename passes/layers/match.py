@@ -106,7 +106,7 @@ def match(graph: fx.Graph, inputs: GraphInputs = GraphInputs()) -> list[Site]:
     placed += context.convolutions()
     order = {node: place for place, node in enumerate(graph.nodes)}
     sites = [site for _, site in sorted(placed, key=lambda pair: order[pair[0]])]
-    return _mark_heads(_unique_names(sites + context.leftovers()))
+    return _unique_names(_mark_heads(sites) + context.alone() + context.leftovers())
 
 
 class _Context:
@@ -180,7 +180,7 @@ class _Context:
         ):
             return "addmm with alpha or beta other than 1"
         if self.known_inputs and nodes.weight in self.activations:
-            x_is_weight = strip(untranspose(nodes.x)[0], VIEWS | CASTS) in self.names
+            x_is_weight = strip(untranspose(_operands(forward)[0])[0], VIEWS | CASTS) in self.names
             if x_is_weight:
                 return "the weight is the left operand (W @ x)"
             return "both operands are activations (as in attention): left alone, as in the paper"
@@ -189,8 +189,9 @@ class _Context:
         return None
 
     def _site(self, forward: fx.Node, nodes: SiteNodes, refusal: str | None) -> Site:
-        rows, width = nodes.x.meta["val"].shape
-        lead = _lead(nodes.x)
+        x, _ = _operands(forward)
+        rows, width = x.meta["val"].shape
+        lead = _lead(x)
         scores = reaches(forward, _REORDERED, _normalises)
         return Site(
             name=module_path(forward) or self._weight_name(nodes.weight) or forward.name,
@@ -205,7 +206,7 @@ class _Context:
             refusal=refusal,
             nodes=None if refusal else nodes,
             scores=scores,
-            first=nodes.grad_input is None and self._is_input(nodes.x),
+            first=nodes.grad_input is None and self._is_input(x),
         )
 
     def _is_input(self, x: fx.Node) -> bool:
@@ -234,18 +235,50 @@ class _Context:
             found.append((forward, site))
         return found
 
+    def alone(self) -> list[Site]:
+        """g_x = g W of which no forward product is known: W is made of parameters, by whatever.
+
+        A base of 4 bits is one: the forward is the library's own operator, the backward restores W.
+        """
+        if not self.known_inputs:
+            return []
+        made = self.activations | self.backward
+        products = [n for n in reversed(self.pending) if n.target is aten.mm.default]
+        weights = (n for n in products if _operands(n)[1] not in made)
+        found = [n for n in weights if n.meta["val"].dtype in FLOATS]
+        for node in found:
+            self.pending.pop(node)
+        return [self._grad_input_alone(node) for node in found]
+
+    def _grad_input_alone(self, node: fx.Node) -> Site:
+        grad_output, right = _operands(node)
+        weight, is_io = untranspose(right)
+        nodes = SiteNodes(
+            x=None,
+            weight=weight,
+            weight_is_io=is_io,
+            grad_output=grad_output,
+            grad_input=node,
+            grad_weight=None,
+            grad_weight_is_io=False,
+            forward=None,
+        )
+        lead = _lead(grad_output)
+        batched = any(_same(lead[0], size) for size in self.batch_sizes)
+        return dataclasses.replace(_bare(node), nodes=nodes, lead=lead, batched=batched)
+
     def leftovers(self) -> list[Site]:
         """Backward products no forward product claimed, each with the reason it is left alone."""
         unpaired = (
             "not paired with a forward product (a product of activations, or one with a single row "
             "or column, which is decomposed into pointwise operations)"
         )
-        sites = [_refused(node, unpaired) for node in reversed(self.pending)]
+        sites = [_bare(node, unpaired) for node in reversed(self.pending)]
         reason = "batched product (attention, einsum): left alone, as in the paper"
-        return sites + [_refused(node, reason) for node in self.batched]
+        return sites + [_bare(node, reason) for node in self.batched]
 
 
-def _refused(node: fx.Node, reason: str) -> Site:
+def _bare(node: fx.Node, refusal: str | None = None) -> Site:
     """A Site for a product of which no more is known than its operands' shapes."""
     tensors = [a for a in node.args if isinstance(a, fx.Node) and rank_of(a) >= 2]
     first, second = (a.meta["val"] for a in tensors[:2])
@@ -259,7 +292,7 @@ def _refused(node: fx.Node, reason: str) -> Site:
         lead=tuple(first.shape[:1]),
         batched=False,
         head=False,
-        refusal=reason,
+        refusal=refusal,
     )
 
 
@@ -327,8 +360,8 @@ def _normalises(user: fx.Node) -> bool:
 def _mark_heads(sites: list[Site]) -> list[Site]:
     """A head is the last of several layers; a graph of one layer has none."""
     matched = [site for site in sites if site.nodes is not None]
-    last = matched[-1].name if len(matched) > 1 else None
-    return [dataclasses.replace(s, head=s.head and s.name == last) for s in sites]
+    last = matched[-1] if len(matched) > 1 else None
+    return [dataclasses.replace(s, head=s.head and s is last) for s in sites]
 
 
 def _unique_names(sites: list[Site]) -> list[Site]:

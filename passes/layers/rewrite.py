@@ -58,7 +58,7 @@ def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decisi
         return dataclasses.replace(decision, strategy=Strategy.EXACT, reason=reason)
     for old, new in swaps:
         old.replace_all_uses_with(new)
-    if pin:
+    if pin and site.nodes.x is not None:
         _pin(site.nodes.x)
     return decision
 
@@ -73,9 +73,11 @@ def _linear(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
     first = min(n for n in (gx, gw, bias) if n is not None)  # nodes order by place
     how = dataclasses.replace(d.how(nodes), summed=bias is not None)
     emit = Emitter(graph, first, gx or gw or first, stays=True)
-    keep_at = Emitter(graph, nodes.forward.next, nodes.forward) if pin else emit
-    kept = spec.keep(keep_at.traced(nodes.x), how) if how.gw else ()
-    kept = tuple(emit.traced(node_of(part)) for part in kept)
+    kept: tuple[Tensor, ...] = ()
+    if how.gw and nodes.x is not None:
+        keep_at = _behind(graph, nodes.forward) if pin else emit
+        made = spec.keep(keep_at.traced(nodes.x), how)
+        kept = tuple(emit.traced(node_of(part)) for part in made)
     found = spec.gradients(emit.traced(g), kept, emit.traced(nodes.weight), how)
     swaps = _swaps((gx, gw), found[:2])
     if bias is not None and found.sums is not None:
@@ -88,11 +90,16 @@ def _convolution(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
     assert isinstance(nodes, ConvNodes)
     strategy = ConvStrategy(site, d)
     emit = Emitter(graph, nodes.backward, nodes.backward, stays=True)
-    keep_at = Emitter(graph, nodes.forward.next, nodes.forward) if pin else emit
+    keep_at = _behind(graph, nodes.forward) if pin else emit
     kept = tuple(emit.traced(node_of(part)) for part in strategy.keep(keep_at.traced(nodes.x)))
     g, weight = emit.traced(nodes.grad_output), emit.traced(nodes.weight)
     found = strategy.gradients(g, weight, kept)
     return _swaps((nodes.grad_input, nodes.grad_weight, nodes.grad_bias), found)
+
+
+def _behind(graph: fx.Graph, forward: fx.Node | None) -> Emitter:
+    assert forward is not None
+    return Emitter(graph, forward.next, forward)
 
 
 def _swaps(old: Sequence[fx.Node | None], new: Sequence[Tensor | None]) -> Swaps:

@@ -287,3 +287,57 @@ def test_parameters_of_two_modules_that_a_function_uses_have_names_of_their_own(
     torch.compile(loss, backend=backend)(torch.ones(2, 4))
     twice = {f"{name}.0.{of}" for name in ("policy", "reference") for of in ("weight", "bias")}
     assert {name for name in found[0] if name} == twice | {"weight", "bias"}
+
+
+class _Times(torch.autograd.Function):
+    """x W^T by an operator that no pass knows; the backward restores W, as for 4-bit weights."""
+
+    @staticmethod
+    def forward(ctx, x, codes):
+        ctx.save_for_backward(codes)
+        return torch.linalg.vecdot(x.unsqueeze(-2), restored(codes))
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (codes,) = ctx.saved_tensors
+        return grad_output @ restored(codes), None
+
+
+def restored(codes):
+    return codes.float() / 100
+
+
+def opaque(outputs, inputs):
+    """A module that multiplies by weights of its own kind, which are a buffer."""
+    layer = Holder(lambda m, x: _Times.apply(x, m.codes))
+    codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    layer.register_buffer("codes", codes)
+    return layer
+
+
+@pytest.mark.parametrize("rows", [(33,), (5, 7), (1, 17)])
+def test_grad_input_alone_of_a_layer_whose_forward_is_unknown(rows):
+    model = nn.Sequential(nn.Linear(48, 48), opaque(80, 48), nn.GELU(), nn.Linear(80, 48))
+    x = torch.randn(*rows, 48)
+    found = check(model, x)
+    assert strategies(found) == {"0": "int8", "1": "gx-only", "3": "int8"}
+    assert found["1"].shape == (str(x[..., 0].numel()), "80", "48")
+
+    options, reports = {**ALWAYS, "keep_head": True, "forward": "int8"}, Reports()
+    given = {"options": options, "recorder": reports, "inner_compile": run_uncompiled}
+    torch.compile(model, backend=functools.partial(hot, **given))(x)
+    (graph,) = reports.graphs
+    ways = {d.site: d.strategy.value for d in graph.plan}
+    assert ways == {"0": "int8", "1": "gx-only", "3": "exact"}, "the last known product is the head"
+    (forward,) = (f for f in graph.plan.forwards if f.site == "1")
+    assert (forward.int8, forward.reason) == (False, "an operator of its own multiplies")
+
+
+def test_a_product_with_what_depends_on_the_batch_is_not_taken_for_one():
+    """Hyper-networks: W comes out of the user's input."""
+    model = Holder(lambda m, x, codes: m.last(_Times.apply(m.first(x), codes)), **{
+        "first": nn.Linear(48, 48), "last": nn.Linear(80, 48)
+    })  # fmt: skip
+    found = check(model, torch.randn(20, 48), torch.randint(-127, 128, (80, 48), dtype=torch.int8))
+    assert {d.strategy.value for d in found.values()} == {"int8", "exact"}
+    assert any("not paired" in d.reason for d in found.values())
