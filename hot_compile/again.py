@@ -13,7 +13,6 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hot_compile.passes.base.graph import graphs_of
 from hot_compile.passes.cost.tuned import in_job
@@ -229,11 +228,10 @@ def cuda_devices(args: Sequence[Any]) -> list[int]:
 def only_once(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     """Why a step of one of Dynamo's graphs cannot be done again; empty if it can be.
 
-    What tensors of other classes hold is not known, and what a step sends to other processes, they
-    await once.
+    What a step sends to other processes, they await once, and where DTensors send is not known.
     """
-    if any(map(is_traceable_wrapper_subclass, example_inputs)):
-        return "its tensors are of a class of their own"
+    if any(hasattr(x, "device_mesh") for x in example_inputs):
+        return "its tensors are DTensors"
     if in_job() and any(map(sends, called_in(gm))):
         return "it sends something to other processes"
     return ""
@@ -285,7 +283,8 @@ def versions(values: Sequence[Any]) -> list[int]:
 
 
 def sampled(output: Tensor) -> Tensor:
-    """Some values of an output, fp32."""
+    """Some values of an output, fp32; of a ragged one those that it has."""
+    output = output.values() if output.is_nested else output
     count = min(_SAMPLE, output.numel())
     where = torch.linspace(0, output.numel() - 1, count, dtype=torch.float64, device="cpu")
     return torch.take(output.detach(), where.long().to(output.device)).float()

@@ -4,10 +4,12 @@ import functools
 
 import pytest
 import torch
+from samples_looks import compiled
 from samples_storage import ALL
 from torch import nn
 from torch.nn import functional as F
 
+import hot_compile
 from hot_compile.backend import hot
 from hot_compile.record import Reports, run_uncompiled
 from hot_compile.testing import cosine
@@ -135,3 +137,17 @@ def test_a_quantised_base_trains_its_adapters(quantise):
     assert base == dict.fromkeys(map("base_model.model.{}.base_layer".format, ["up", "down"]), GX)
     crossing = [c for c in graphs[0].crossing if not c.packed]
     assert sum(c.bytes for c in crossing) < 0.7 * sum(c.bytes_before for c in crossing)
+
+
+@pytest.mark.parametrize("quantise", [four_bits, eight_bits])
+def test_gradients_of_adapters_on_a_quantised_base_are_looked_at(quantise):
+    """torchao's weights are tensors of a class of their own."""
+    torch.manual_seed(0)
+    model = Words()
+    quantise(model)
+    model = adapted(model, target_modules=PROJECTIONS)
+    call, ids = compiled(model), torch.randint(0, 128, (4, 48))
+    F.cross_entropy(call(ids).flatten(0, 1), ids.flatten()).backward()
+    found = hot_compile.certificate(call)
+    assert (len(found.looks), found.unseen) == (1, {})
+    assert 0 < found.errors.worst < 0.2

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from samples_looks import compiled
 from samples_storage import ALL
 from torch import nn
 from torch._dynamo.utils import counters
@@ -189,3 +190,25 @@ def test_changing_lengths_compile_no_more_than_stock(name, dynamic, monkeypatch,
     found = hot_compile.certificate(step)
     assert found.looks
     assert not found.unseen
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["ragged output", "its values"])
+def test_nested_tensors_train_and_are_looked_at(whole):
+    """torch's own ragged batches (layout jagged): a length is a symbol that has no size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 40))
+
+    def scores(batch):
+        found = model(batch)
+        return found if whole else found.values()
+
+    step = compiled(scores, lower=True, strict=True)
+    for first in (13, 14, 15):
+        model.zero_grad()
+        parts = [torch.randn(length, 64) for length in (first, 40, 27)]
+        found = step(torch.nested.nested_tensor(parts, layout=torch.jagged))
+        found = found.values() if whole else found
+        F.cross_entropy(found, torch.arange(found.shape[0]) % 40).backward()
+    found = hot_compile.certificate(step)
+    assert (len(found.looks), found.unseen) == (2, {})
+    assert 0 < found.errors.worst < 0.1, "rounded, and compared with exact gradients"

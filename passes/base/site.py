@@ -131,11 +131,11 @@ class Site:
 
 
 def hint(value: IntLike | Any) -> int:
-    """The number itself, or for a symbolic one the size it was traced with."""
+    """The number itself, or for a symbolic one the size it was traced with; 1 for a ragged one."""
     if isinstance(value, int):
         return value
     known = value.node.hint
-    return int(known) if known is not None else 1
+    return 1 if known is None or isinstance(known, torch.SymInt) else int(known)
 
 
 def bytes_of(value: torch.Tensor) -> int:
