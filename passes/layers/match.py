@@ -338,7 +338,7 @@ def _lead(x: fx.Node) -> tuple[Any, ...]:
     source = x
     while source.target in _FLATTENING:
         before: fx.Node = source.args[0]  # type: ignore[assignment]
-        if not _same(_shape(before)[-1], _shape(x)[-1]):
+        if not _shape(before) or not _same(_shape(before)[-1], _shape(x)[-1]):
             break
         source = before
     return _shape(source)[:-1] or _shape(x)[:1]
