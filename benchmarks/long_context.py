@@ -166,8 +166,9 @@ def measure(row: Row, model: nn.Module, ids: Tensor, bits: int, steps: int) -> N
         model.zero_grad()  # steps that do not are taken for parts of one, and looked at together
         before = allocated(ids.device)
         loss = forward(ids)
-        row.loss, row.kept_bytes = float(loss), allocated(ids.device) - before
+        row.kept_bytes = allocated(ids.device) - before
         loss.backward()
+        row.loss = loss.item()  # read in between, it would have the device wait for its host
 
     def seconds() -> float:
         begun = time.perf_counter()

@@ -244,6 +244,18 @@ def test_a_certificate_without_a_monitor():
     assert 0 < found.errors.worst < 0.1
 
 
+def test_a_model_whose_blocks_are_compiled_has_its_certificate_there():
+    """They share the first one's code."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(2)))
+    for block in model:
+        block.compile(backend="hot", options={"min_gain": 0, "accept": "auto"})
+    for _ in range(2):
+        model(torch.randn(256, 64)).square().mean().backward()
+    with pytest.raises(TypeError, match="a part that was compiled by itself: '0'"):
+        hot_compile.certificate(model)
+    assert hot_compile.certificate(model[0]).errors.worst < 0.1
+
+
 def test_under_autocast_with_a_scaler_and_accumulation():
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     step, scaler = compiled(model), torch.amp.GradScaler("cpu")

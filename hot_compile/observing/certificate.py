@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
 
@@ -137,7 +138,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         raise TypeError(
             f"got a {type(step).__name__} that nothing looks at; expected what torch.compile(..., "
             'backend="hot") returned, after its first step, without accept="off". Compile it '
-            "so, or pass its monitor."
+            f"so, or pass its monitor{_looked_at_inside(step)}."
         )
     for graph in list(monitor.graphs.values()):
         graph.conclude()
@@ -182,6 +183,13 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
             why = "its gradient is sparse, not finite, zero, or not this graph's"
             found.update(dict.fromkeys(missing, why))
     return found
+
+
+def _looked_at_inside(step: Any) -> str:
+    """Parts of a module that were compiled by themselves; those that are alike share one's code."""
+    parts = step.named_modules() if isinstance(step, nn.Module) else ()
+    found = [name for name, part in parts if part is not step and _monitor_behind(part)]
+    return f", or a part that was compiled by itself: {', '.join(map(repr, found))}" * bool(found)
 
 
 def _monitor_behind(step: Any) -> Monitor | None:
