@@ -65,7 +65,6 @@ def by_hot(model, lower=False):
 
 
 PROJECTIONS = ["q", "k", "v", "up", "down"]
-GX = "INT8 g_x"
 
 
 @pytest.mark.parametrize(
@@ -121,20 +120,25 @@ def eight_bits(model):
     quantization.quantize_(model, config, lambda module, name: name in PROJECTIONS)
 
 
-@pytest.mark.parametrize("quantise", [four_bits, eight_bits])
-def test_a_quantised_base_trains_its_adapters(quantise):
-    """Its forward products are the library's, its gradients' are on INT8; the rest is stored."""
+def adapted_on(quantise):
+    """Adapters on a base that ``quantise`` changed."""
     torch.manual_seed(0)
     model = Words()
     quantise(model)
-    model = adapted(model, target_modules=PROJECTIONS)
+    return adapted(model, target_modules=PROJECTIONS)
+
+
+@pytest.mark.parametrize("quantise", [four_bits, eight_bits])
+def test_a_quantised_base_trains_its_adapters(quantise):
+    """Its forward products are the library's, its gradients' are on INT8; the rest is stored."""
+    model = adapted_on(quantise)
     want = step(model, None)
     got, graphs = by_hot(model)
     assert got.keys() == want.keys()
     assert min(cosine(got[name], want[name]) for name in want) > 0.98
     assert len(graphs) == 1, "no graph break"
     base = {d.site: d.way for d in graphs[0].plan if d.site.endswith(".base_layer")}
-    assert base == dict.fromkeys(map("base_model.model.{}.base_layer".format, ["up", "down"]), GX)
+    assert base == {f"base_model.model.{name}.base_layer": "INT8 g_x" for name in ("up", "down")}
     crossing = [c for c in graphs[0].crossing if not c.packed]
     assert sum(c.bytes for c in crossing) < 0.7 * sum(c.bytes_before for c in crossing)
 
@@ -142,10 +146,7 @@ def test_a_quantised_base_trains_its_adapters(quantise):
 @pytest.mark.parametrize("quantise", [four_bits, eight_bits])
 def test_gradients_of_adapters_on_a_quantised_base_are_looked_at(quantise):
     """torchao's weights are tensors of a class of their own."""
-    torch.manual_seed(0)
-    model = Words()
-    quantise(model)
-    model = adapted(model, target_modules=PROJECTIONS)
+    model = adapted_on(quantise)
     call, ids = compiled(model), torch.randint(0, 128, (4, 48))
     F.cross_entropy(call(ids).flatten(0, 1), ids.flatten()).backward()
     found = hot_compile.certificate(call)

@@ -117,7 +117,8 @@ def _needs_no_rotation(site: Site, layer: LayerProfile | None, rates: Rates) -> 
     if layer is None or not {ROTATED, PLAIN} <= layer.forward.keys():
         return False
     assert isinstance(site.nodes, SiteNodes)
-    if site.nodes.x is None or not _fuses(site.nodes.x, rates):
+    assert site.nodes.x is not None
+    if not _fuses(site.nodes.x, rates):
         return False
     if not isinstance(site.inputs, int) or site.inputs % CONTRACT_ALIGN:
         return False  # what the product's operands are padded to

@@ -128,13 +128,14 @@ class _Context:
 
     def pair(self, forward: fx.Node) -> Iterator[Site]:
         """The Site of one forward product, if the backward differentiates it."""
-        found = self._find(forward, *_operands(forward))
+        x, right = _operands(forward)
+        found = self._find(forward, x, right)
         if found is None:
             return
         for node in (found.grad_input, found.grad_weight):
             if node is not None:
                 self.pending.pop(node, None)
-        yield self._site(forward, found, self._refusal(forward, found))
+        yield self._site(forward, x, found, self._refusal(forward, x, found))
 
     def _find(self, forward: fx.Node, x: fx.Node, right: fx.Node) -> SiteNodes | None:
         (x_base, x_flip), (w_base, w_flip) = untranspose(x), untranspose(right)
@@ -171,7 +172,7 @@ class _Context:
         same = [n for n in self.pending if number is None or n.meta.get("seq_nr") == number]
         return [n for n in same if n.target is aten.mm.default]
 
-    def _refusal(self, forward: fx.Node, nodes: SiteNodes) -> str | None:
+    def _refusal(self, forward: fx.Node, x: fx.Node, nodes: SiteNodes) -> str | None:
         dtype = nodes.grad_output.meta["val"].dtype
         if dtype not in FLOATS:
             return f"products of {dtype} are not quantised"
@@ -180,7 +181,7 @@ class _Context:
         ):
             return "addmm with alpha or beta other than 1"
         if self.known_inputs and nodes.weight in self.activations:
-            x_is_weight = strip(untranspose(_operands(forward)[0])[0], VIEWS | CASTS) in self.names
+            x_is_weight = strip(untranspose(x)[0], VIEWS | CASTS) in self.names
             if x_is_weight:
                 return "the weight is the left operand (W @ x)"
             return "both operands are activations (as in attention): left alone, as in the paper"
@@ -188,8 +189,7 @@ class _Context:
             return "no operand is known to be a weight"
         return None
 
-    def _site(self, forward: fx.Node, nodes: SiteNodes, refusal: str | None) -> Site:
-        x, _ = _operands(forward)
+    def _site(self, forward: fx.Node, x: fx.Node, nodes: SiteNodes, refusal: str | None) -> Site:
         rows, width = x.meta["val"].shape
         lead = _lead(x)
         scores = reaches(forward, _REORDERED, _normalises)
@@ -201,13 +201,16 @@ class _Context:
             dtype=nodes.grad_output.meta["val"].dtype,
             device=nodes.grad_output.meta["val"].device,
             lead=lead,
-            batched=any(_same(lead[0], size) for size in self.batch_sizes),
+            batched=self._is_batch(lead[0]),
             head=scores or _is_head(forward),
             refusal=refusal,
             nodes=None if refusal else nodes,
             scores=scores,
             first=nodes.grad_input is None and self._is_input(x),
         )
+
+    def _is_batch(self, size: Any) -> bool:
+        return any(_same(size, batch) for batch in self.batch_sizes)
 
     def _is_input(self, x: fx.Node) -> bool:
         """``x`` is no more than another form of what the user passes in."""
@@ -264,7 +267,7 @@ class _Context:
             forward=None,
         )
         lead = _lead(grad_output)
-        batched = any(_same(lead[0], size) for size in self.batch_sizes)
+        batched = self._is_batch(lead[0])
         return dataclasses.replace(_bare(node), nodes=nodes, lead=lead, batched=batched)
 
     def leftovers(self) -> list[Site]:

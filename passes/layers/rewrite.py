@@ -58,7 +58,8 @@ def _apply(graph: fx.Graph, site: Site, decision: Decision, pin: bool) -> Decisi
         return dataclasses.replace(decision, strategy=Strategy.EXACT, reason=reason)
     for old, new in swaps:
         old.replace_all_uses_with(new)
-    if pin and site.nodes.x is not None:
+    if pin:
+        assert site.nodes.x is not None  # what has a g_w has an x
         _pin(site.nodes.x)
     return decision
 
@@ -74,7 +75,8 @@ def _linear(graph: fx.Graph, site: Site, d: Decision, pin: bool) -> Swaps:
     how = dataclasses.replace(d.how(nodes), summed=bias is not None)
     emit = Emitter(graph, first, gx or gw or first, stays=True)
     kept: tuple[Tensor, ...] = ()
-    if how.gw and nodes.x is not None:
+    if how.gw:
+        assert nodes.x is not None
         keep_at = _behind(graph, nodes.forward) if pin else emit
         made = spec.keep(keep_at.traced(nodes.x), how)
         kept = tuple(emit.traced(node_of(part)) for part in made)
