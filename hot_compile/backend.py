@@ -21,7 +21,7 @@ from .again import compiled_for, trains, twin
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import RECIPES, HotConfig, refuse_misplaced, split_options
 from .detached_logits import detach_logits, tied
-from .figures import code_key, graph_key, keeping
+from .figures import code_key
 from .frameworks import trace_past_warnings
 from .guarantee import Guaranteed, Way
 from .inductor import existing_passes, inductor_patches, keyed_by_graph
@@ -125,10 +125,9 @@ def hot(
         own, logits = detach_logits(gm, way.config)
         if way.stock:
             return tied(stock(own, example_inputs), logits, gm)
-        key = graph_key(gm, example_inputs, mode, options)
         graph = _Graph(
             own, example_inputs, graph_inputs(gm), inner_compile, {**patches, **way.patches},
-            recorder, way.config, prices, code, done, keeping(key, listener),
+            recorder, way.config, prices, code, done, listener,
             monitor.raised if monitor else {}, ledger, path,
         )  # fmt: skip
         run = kept_while_open(_compiled(graph, way.config, monitor, observer))
@@ -205,11 +204,12 @@ class _Graph:
             patches.setdefault("graph_partition", False)
         dump = config.dump or os.environ.get("HOT_DUMP")  # the one variable, for debugging
         recorder = Dump() if observation else self.recorder or Dump(dump)
-        held = Held(recorder, None if observation else self.listener, self.done)
         budget = None if observation else self.budget
         if dump or self.recorder or observation or budget:
             patches |= _NEW_GRAPH  # on a cache hit no pass runs: none to report
         key = self._identity(config, profile)
+        listener = None if observation else self.listener
+        held = Held(recorder, listener, self.done, None if observation else self._kept_as(key))
         context = Context(
             config=config,
             inputs=self.inputs,
@@ -265,6 +265,13 @@ class _Graph:
         identity = self._identity(self.asked, None)
         parts = readable(self.gm), key, patches, identity, torch.__version__, gpu
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _kept_as(self, key: str) -> str | None:
+        """The name that what is done to it is kept under; None if no cache may have its code."""
+        if self.inner_compile is not compile_fx_inner:
+            return None
+        patches = sorted((name, repr(value)) for name, value in self.patches.items())
+        return hashlib.sha256(repr((self.path.stem, key, patches)).encode()).hexdigest()
 
     def _identity(self, config: HotConfig, profile: Profile | None) -> str:
         prices = [repr(self.prices(device)) for device in self.devices]

@@ -1,32 +1,24 @@
-"""What was done to a graph in a few figures, kept beside the caches that may hold its code.
-
-On a hit in Inductor's cache no pass runs and nobody is told of anything: what was kept counts then.
-"""
+"""What was done to a graph in a few figures, and digests that tell graphs apart."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .config import OBJECTS, HotConfig, Strategy
-from .passes.base.files import write_whole
 from .passes.base.graph import module_path, readable
 from .passes.layers.match import GraphInputs
 from .passes.pipeline import sources_hash
 from .passes.plan import Plan
 from .passes.profile.profile import Profile
-from .record import GraphReport, Listener
+from .record import GraphReport
 from .runtime.native.providers import runtime_version
 
 
@@ -56,30 +48,6 @@ class Figures:
             why=most_frequent_reason(report.plan),
         )
 
-    def save(self, digest: str) -> None:
-        """Keep them for a process that gets this graph from Inductor's cache; or do nothing."""
-        with contextlib.suppress(OSError):
-            write_whole(_noted(digest), json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def load(cls, digest: str) -> Figures | None:
-        """What was kept of a graph; None if nothing was, or it cannot be read."""
-        try:
-            return cls(**json.loads(_noted(digest).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-
-def keeping(digest: str, listener: Listener | None) -> Listener:
-    """Keeps the figures of the graph of this digest, and tells the listener."""
-
-    def listen(report: GraphReport) -> None:
-        Figures.of(report).save(digest)
-        if listener is not None:
-            listener(report)
-
-    return listen
-
 
 def most_frequent_reason(plan: Plan) -> str:
     """Why most products stay exact. Reasons that differ in a number count as one."""
@@ -90,10 +58,6 @@ def most_frequent_reason(plan: Plan) -> str:
 
 def _without_numbers(reason: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "#", reason)
-
-
-def _noted(digest: str) -> Path:
-    return Path(cache_dir()) / "hot_compile" / f"{digest[:32]}.json"
 
 
 def graph_key(

@@ -7,15 +7,18 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from functorch.compile import make_boxed_func
 from torch import fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .errors import OptionError
 from .graphs import Snapshot, snapshot
+from .passes.base.files import write_whole
 from .passes.base.graph import readable
 from .passes.plan import Plan
 from .passes.storage.fit_budget import BudgetReport
@@ -36,6 +39,23 @@ class GraphReport:
     """The graph as each stage left it, for ``hot_compile.graphs``; empty where nobody asked."""
     budget: BudgetReport | None = None
     """How its step stays within a budget of the device's memory, if there is one."""
+    cached: bool = dataclasses.field(default=False, compare=False)
+    """Its code was found in a cache: no pass ran, this was kept beside it."""
+
+    def save(self, key: str) -> None:
+        """Keep it for whoever gets this graph's code from a cache; or do nothing."""
+        bare = dataclasses.replace(self, stages={})
+        with contextlib.suppress(OSError):
+            write_whole(_kept_as(key), pickle.dumps(bare))
+
+    @classmethod
+    def load(cls, key: str) -> GraphReport | None:
+        """What was kept of a graph, of our own sources; None: nothing, or it cannot be read."""
+        try:
+            found = pickle.loads(_kept_as(key).read_bytes())
+        except Exception:  # whatever bytes that are no pickle may raise
+            return None
+        return dataclasses.replace(found, cached=True) if isinstance(found, cls) else None
 
     @property
     def held_bytes(self) -> int:
@@ -82,7 +102,7 @@ class GraphReport:
 
 
 Listener = Callable[[GraphReport], None]
-"""Told of each graph that is compiled. Not of one from Inductor's cache: no pass runs then."""
+"""Told of each graph that is compiled; of one from a cache, if what was kept of it is found."""
 
 
 class Recorder(Protocol):
@@ -147,12 +167,19 @@ class Held:
     """
 
     def __init__(
-        self, recorder: Recorder, listener: Listener | None, done: list[GraphReport]
+        self,
+        recorder: Recorder,
+        listener: Listener | None,
+        done: list[GraphReport],
+        key: str | None = None,
     ) -> None:
-        """``done``: is told of each graph as soon as what is done to it is known."""
+        """``done``: is told of each graph as soon as what is done to it is known.
+
+        ``key``: of code that a cache may have; what is told of it is kept, and found again.
+        """
         self.graph = recorder.graph
         self._told = [recorder.finished, *([listener] if listener else [])]
-        self._done, self._mine = done, list[GraphReport]()
+        self._done, self._mine, self._key = done, list[GraphReport](), key
 
     def finished(
         self, plan: Plan | None, crossing: tuple[Crossing, ...], met: BudgetReport | None
@@ -162,10 +189,19 @@ class Held:
         self._done.append(self._mine[-1])
 
     def tell(self) -> None:
-        """The graph is compiled."""
+        """The graph is compiled, or its code was found."""
+        if self._key and self._mine:
+            self._mine[-1].save(self._key)
+        elif self._key and (kept := GraphReport.load(self._key)):
+            self._mine.append(kept)
+            self._done.append(kept)
         for report in self._mine:
             for told in self._told:
                 told(report)
+
+
+def _kept_as(key: str) -> Path:
+    return Path(cache_dir()) / "hot_compile" / "reports" / f"{key[:32]}.pickle"
 
 
 @contextlib.contextmanager

@@ -24,12 +24,13 @@ class Summary:
         self._asked: list[str] = []
         self._without_backward = 0
         self._told: dict[str, Figures] = {}
+        self._cached: set[str] = set()
         self._rank = 0
 
     def listener(self, digest: str) -> Listener:
         """A graph is being compiled: who is to be told what becomes of it.
 
-        No one will be if it comes from Inductor's cache; then what was kept of it counts.
+        No one will be if its code comes from a cache and nothing was kept of it.
         """
         self._asked.append(digest)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -37,6 +38,7 @@ class Summary:
 
         def listen(report: GraphReport) -> None:
             self._told[digest] = Figures.of(report)
+            (self._cached.add if report.cached else self._cached.discard)(digest)
 
         return listen
 
@@ -81,18 +83,18 @@ class Summary:
 
     def _of_layers(self) -> list[str]:
         """Of layers that were compiled several times, for other batches say, the last counts."""
-        found = {digest: self._told.get(digest) or Figures.load(digest) for digest in self._asked}
-        last = {figures.layers: figures for figures in found.values() if figures}.values()
+        last = {
+            f.layers: f for d in dict.fromkeys(self._asked) if (f := self._told.get(d))
+        }.values()
         held, uncompressed = (sum(getattr(f, n) for f in last) for n in ("held", "uncompressed"))
         parts = [
             f"{sum(f.rewritten for f in last)} of {sum(f.products for f in last)} "
             f"products rewritten{_why(last)}",
             f"{megabytes(held)} held for the backward ({megabytes(uncompressed)} uncompressed)",
         ]
-        cached = sum(1 for digest, figures in found.items() if figures and digest not in self._told)
-        others = sum(1 for figures in found.values() if figures is None)
+        others = len(set(self._asked) - self._told.keys())
         counts = {
-            "from Inductor's cache": cached,
+            "from Inductor's cache": len(self._cached),
             "without a backward": self._without_backward,
             "from Inductor's cache, where nothing is kept of what was done": others,
         }

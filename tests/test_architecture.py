@@ -196,7 +196,7 @@ ELSEWHERE = {
     "test_certificate": "observing/evidence",
     "test_raising": "observing/gauge",
     "test_monitor": "observing/watching",
-    "test_page": "timeline hot_compile/record storage/record",
+    "test_page": "timeline storage/record",
     "test_errors": "option_warnings",
     "test_strategies": "base/emit cost/linear measure/linear",
     "test_match": "base/site",

@@ -1,6 +1,5 @@
 """``hot-compile run``: a script as Python runs it, with "hot" where it asks for the default."""
 
-import functools
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import torch
 from samples_models import MLP
 from typer.testing import CliRunner
 
-from hot_compile import figures, launch
+from hot_compile import launch
 from hot_compile.backend import hot
 from hot_compile.cli import app
 from hot_compile.errors import OptionError, ScriptError
@@ -25,7 +24,7 @@ X = torch.randn(48, 64)
 
 
 @pytest.fixture
-def seen(monkeypatch, tmp_path):
+def seen(monkeypatch):
     """(mode, options) of every graph; nothing is lowered."""
     calls, stock = [], launch.hot
 
@@ -34,7 +33,6 @@ def seen(monkeypatch, tmp_path):
         return stock(gm, inputs, options=options, inner_compile=run_uncompiled, **told)
 
     monkeypatch.setattr(launch, "hot", unlowered)
-    monkeypatch.setattr(figures, "cache_dir", lambda: tmp_path)
     torch._dynamo.reset()
     yield calls
     torch._dynamo.reset()
@@ -118,32 +116,13 @@ def test_options_of_script_and_command_line_are_joined(seen):
     assert seen[1] == ("max-autotune-no-cudagraphs", ALWAYS)
 
 
-def test_what_comes_from_inductors_cache_is_known_from_before(seen, monkeypatch):
-    model = MLP()
-    with hot_by_default(ALWAYS) as first:
-        torch.compile(model)(X).sum().backward()
-    torch._dynamo.reset()
-    monkeypatch.setattr(launch, "hot", lambda gm, *_, **__: gm.forward)  # no pass runs, none tells
-    with hot_by_default(ALWAYS) as second:
-        torch.compile(model)(X).sum().backward()
-    told = "1 graph compiled, 2 of 2 products rewritten"
-    assert told in str(first)
-    assert told in str(second)
-    assert "cache" not in str(first)
-    assert "1 from Inductor's cache" in str(second)
-    torch._dynamo.reset()
-    with hot_by_default({**ALWAYS, "recipe": "paper"}) as other:
-        torch.compile(model)(X).sum().backward()
-    assert "nothing is kept of what was done" in str(other)
-
-
-def test_what_a_plain_run_has_compiled_is_known_in_the_next(seen, monkeypatch):
+def test_what_a_plain_run_has_compiled_is_known_in_the_next(tmp_path, monkeypatch):
     """The caches are warm from a run without hot-compile's command."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, options = MLP(), {**ALWAYS, "recipe": "int8"}
-    lowering = functools.partial(hot, inner_compile=run_uncompiled)
-    torch.compile(model, backend=lowering, options=options)(X).sum().backward()
     torch._dynamo.reset()
-    monkeypatch.setattr(launch, "hot", lambda gm, *_, **__: gm.forward)  # no pass runs, none tells
+    torch.compile(model, backend="hot", options=options)(X).sum().backward()
+    torch._dynamo.reset()
     with hot_by_default({}) as told:
         torch.compile(model, backend="hot", options=options)(X).sum().backward()
     assert "1 graph compiled, 2 of 2 products rewritten" in str(told)
