@@ -11,6 +11,7 @@ process each; none is timed before all are done, and then one by one, stock and 
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import time
 from dataclasses import asdict, dataclass
@@ -120,7 +121,7 @@ def _one(
     name: str, device: str, fill: float, options: dict[str, Any], said: Any, all_done: Any,
     alone: Any,
 ) -> None:  # fmt: skip
-    acceptance.LASTS = 0.0  # what steps were found to take is followed at once
+    acceptance.LASTS = math.inf  # what steps take while others compile is not to be followed
     row, arms = Row(name), list[Timed]()
     with compiler_settings("fp32"):
         try:

@@ -155,10 +155,13 @@ def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):
         looks.clear()
         model, x = net(), torch.randn(64, 64)
         step = compiled(model)
-        for _ in range(66):
+        for count in range(66):
             model.zero_grad()
             step(x).square().mean().backward()
+            if count == 9:
+                said = str(hot_compile.certificate(step))
         assert len(looks) == expected
+        assert ("looks of an earlier run found nothing" in said) == (expected == 1)
     (file,) = kept.iterdir()
     assert json.loads(file.read_text()) == {
         "demoted": {}, "raised": {}, "stored": {}, "forwards": {}, "settled": True,

@@ -151,7 +151,9 @@ def test_what_could_not_be_looked_at_is_named(monkeypatch):
     model = Half(nn.Linear(64, 96), nn.GELU(), nn.Linear(64, 64), nn.Linear(96, 64))
     step = compiled(model, hot_compile.Monitor())
     train(step, model, 2)
-    assert set(hot_compile.certificate(step).unseen) == {"2.weight", "2.bias"}
+    found = hot_compile.certificate(step)
+    assert set(found.unseen) == {"2.weight", "2.bias"}
+    assert "Not looked at: 2.weight and 1 more (its gradient is" in str(found)
     torch._dynamo.reset()
     step = compiled(model, hot_compile.Monitor(every=100))
     train(step, model, 2)

@@ -20,6 +20,8 @@ from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.sizes import memory_text, time_text
 
+_SETTLED = "the first looks of an earlier run found nothing; the next look is at step 64"
+
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
@@ -92,7 +94,7 @@ class Certificate:
         parts += _of_gradients(self)
         count = f"{_count(len(self.looks), 'look')}, {_count(self.compiles, 'compile')}"
         raised = [f"{len(self.repaired)} layers or tensors made more exact"] * bool(self.repaired)
-        unseen = [f"{name} ({why})" for name, why in self.unseen.items()]
+        unseen = [f"{names} ({why})" for why, names in _by_reason(self.unseen).items()]
         more = [f"Not looked at: {'; '.join(unseen)}."] * bool(unseen)
         off = [f"{name}: {why}" for name, why in self.off.items()]
         more += [f"A step takes {step}." for step in dict.fromkeys(map(str, self.times.values()))]
@@ -101,6 +103,17 @@ class Certificate:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(str(self))}</p>"
+
+
+def _by_reason(unseen: Mapping[str, str]) -> dict[str, str]:
+    """For each reason the first that has it, and how many more do."""
+    names: dict[str, list[str]] = {}
+    for name, why in unseen.items():
+        names.setdefault(why, []).append(name)
+    return {
+        why: f"{first} and {len(more)} more" if more else first
+        for why, (first, *more) in names.items()
+    }
 
 
 def _count(number: int, what: str) -> str:
@@ -175,7 +188,8 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
             continue
         missing = [n for n in gauge.trained if n not in gauge.traces or not gauge.traces[n].looks]
         if not gauge.looks or (gauge.shortage and not missing):
-            found[f"graph {number}"] = gauge.shortage or "no watched step had a backward yet"
+            before = _SETTLED if gauge.settled else "no watched step had a backward yet"
+            found[f"graph {number}"] = gauge.shortage or before
         elif gauge.shortage:
             part = f"{len(missing)} of {len(gauge.trained)} parameters of graph {number}"
             found[f"{part}, {missing[0]} the first"] = gauge.shortage
