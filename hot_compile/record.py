@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from .passes.plan import Plan
 from .passes.storage.fit_budget import BudgetReport
 from .passes.storage.record import Crossing
 
+log = logging.getLogger("hot_compile")
 NO_PLAN = Plan("exact", ())
 
 
@@ -45,8 +47,10 @@ class GraphReport:
     def save(self, key: str) -> None:
         """Keep it for whoever gets this graph's code from a cache; or do nothing."""
         bare = dataclasses.replace(self, stages={})
-        with contextlib.suppress(OSError):
+        try:
             write_whole(_kept_as(key), pickle.dumps(bare))
+        except Exception:  # of a disk, or of what a plan holds that is no plain data
+            log.debug("hot: what was done to a graph cannot be kept", exc_info=True)
 
     @classmethod
     def load(cls, key: str) -> GraphReport | None:

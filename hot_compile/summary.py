@@ -83,9 +83,8 @@ class Summary:
 
     def _of_layers(self) -> list[str]:
         """Of layers that were compiled several times, for other batches say, the last counts."""
-        last = {
-            f.layers: f for d in dict.fromkeys(self._asked) if (f := self._told.get(d))
-        }.values()
+        told = (self._told[digest] for digest in self._asked if digest in self._told)
+        last = {figures.layers: figures for figures in told}.values()
         held, uncompressed = (sum(getattr(f, n) for f in last) for n in ("held", "uncompressed"))
         parts = [
             f"{sum(f.rewritten for f in last)} of {sum(f.products for f in last)} "

@@ -51,6 +51,8 @@ def test_what_cannot_be_read_is_nothing(folder, data):
 
 
 def test_where_nothing_can_be_kept_nothing_is(folder):
+    dataclasses.replace(REPORT, crossing=(lambda: 1,)).save("k" * 64)
+    assert not folder.exists()
     folder.touch()  # no folder can be made there
     REPORT.save("k" * 64)
     assert GraphReport.load("k" * 64) is None
