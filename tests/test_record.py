@@ -60,7 +60,6 @@ def test_where_nothing_can_be_kept_nothing_is(folder):
 
 def test_a_certificate_of_code_from_a_cache_counts_layers(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", False)
     found = torch._dynamo.utils.counters["aot_autograd"]
     for hits in (0, 1):
         torch._dynamo.reset()
