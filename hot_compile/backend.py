@@ -261,17 +261,20 @@ class _Graph:
     def _digest(self, device: torch.device, key: str) -> str:
         """Of the graph, its inputs and how it is compiled: the same in every process."""
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        patches = sorted((name, repr(value)) for name, value in self.patches.items())
         identity = self._identity(self.asked, None)
-        parts = readable(self.gm), key, patches, identity, torch.__version__, gpu
+        parts = readable(self.gm), key, self._patches, identity, torch.__version__, gpu
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def _patches(self) -> list[tuple[str, str]]:
+        """Inductor's configuration for it, in words."""
+        return sorted((name, repr(value)) for name, value in self.patches.items())
 
     def _kept_as(self, key: str) -> str | None:
         """The name that what is done to it is kept under; None if no cache may have its code."""
         if self.inner_compile is not compile_fx_inner:
             return None
-        patches = sorted((name, repr(value)) for name, value in self.patches.items())
-        return hashlib.sha256(repr((self.path.stem, key, patches)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.path.stem, key, self._patches)).encode()).hexdigest()
 
     def _identity(self, config: HotConfig, profile: Profile | None) -> str:
         prices = [repr(self.prices(device)) for device in self.devices]

@@ -175,11 +175,12 @@ class Held:
         recorder: Recorder,
         listener: Listener | None,
         done: list[GraphReport],
-        key: str | None = None,
+        key: str | None,
     ) -> None:
         """``done``: is told of each graph as soon as what is done to it is known.
 
-        ``key``: of code that a cache may have; what is told of it is kept, and found again.
+        ``key``: of code that a cache may have; what is told of it is kept, and found again. None: a
+        cache has none.
         """
         self.graph = recorder.graph
         self._told = [recorder.finished, *([listener] if listener else [])]

@@ -23,8 +23,7 @@ class Summary:
     def __init__(self) -> None:
         self._asked: list[str] = []
         self._without_backward = 0
-        self._told: dict[str, Figures] = {}
-        self._cached: set[str] = set()
+        self._told: dict[str, GraphReport] = {}
         self._rank = 0
 
     def listener(self, digest: str) -> Listener:
@@ -37,8 +36,7 @@ class Summary:
         self._rank = torch.distributed.get_rank() if distributed else 0
 
         def listen(report: GraphReport) -> None:
-            self._told[digest] = Figures.of(report)
-            (self._cached.add if report.cached else self._cached.discard)(digest)
+            self._told[digest] = report
 
         return listen
 
@@ -83,7 +81,7 @@ class Summary:
 
     def _of_layers(self) -> list[str]:
         """Of layers that were compiled several times, for other batches say, the last counts."""
-        told = (self._told[digest] for digest in self._asked if digest in self._told)
+        told = (Figures.of(self._told[d]) for d in self._asked if d in self._told)
         last = {figures.layers: figures for figures in told}.values()
         held, uncompressed = (sum(getattr(f, n) for f in last) for n in ("held", "uncompressed"))
         parts = [
@@ -93,7 +91,7 @@ class Summary:
         ]
         others = len(set(self._asked) - self._told.keys())
         counts = {
-            "from Inductor's cache": len(self._cached),
+            "from Inductor's cache": sum(report.cached for report in self._told.values()),
             "without a backward": self._without_backward,
             "from Inductor's cache, where nothing is kept of what was done": others,
         }

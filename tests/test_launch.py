@@ -122,11 +122,21 @@ def test_what_a_plain_run_has_compiled_is_known_in_the_next(tmp_path, monkeypatc
     model, options = MLP(), {**ALWAYS, "recipe": "int8"}
     torch._dynamo.reset()
     torch.compile(model, backend="hot", options=options)(X).sum().backward()
-    torch._dynamo.reset()
-    with hot_by_default({}) as told:
-        torch.compile(model, backend="hot", options=options)(X).sum().backward()
-    assert "1 graph compiled, 2 of 2 products rewritten" in str(told)
-    assert "1 from Inductor's cache" in str(told)
+
+    def launched(**more):
+        torch._dynamo.reset()
+        with hot_by_default(more) as told:
+            torch.compile(model, backend="hot", options=options)(X).sum().backward()
+        return str(told)
+
+    known = launched()
+    assert "1 graph compiled, 2 of 2 products rewritten" in known
+    assert "1 from Inductor's cache" in known
+    assert "cache" not in launched(recipe="paper")
+    for file in tmp_path.rglob("*.pickle"):
+        if file.parent.name == "reports":
+            file.unlink()
+    assert "nothing is kept of what was done" in launched()
 
 
 @pytest.mark.parametrize("ask", [decorated, in_place], ids=lambda f: f.__name__)

@@ -20,7 +20,7 @@ from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.sizes import memory_text, time_text
 
-_SETTLED = "the first looks of an earlier run found nothing; the next look is at step 64"
+_SETTLED = "the first looks of an earlier run found nothing, so this run looks later"
 
 
 @dataclasses.dataclass(frozen=True)
