@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten
-from hot_compile.passes.base.operators import VIEWS
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, strip
+from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.around import Sample, mean_bytes
@@ -133,16 +133,20 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
 
 
 def mark_channels_last(forward: fx.GraphModule) -> None:
-    """Note convolutions' outputs and the images made of them, if Inductor changes layouts here."""
+    """Note convolutions' outputs, the images made of them, and copies that convolutions read, if
+    Inductor changes layouts here."""
     try:
         changes = GraphLowering.decide_layout_opt(forward, is_inference=False)
     except Exception:  # not a stable interface; strides are then taken as they are
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return
+    convolutions = forward.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    read = {strip(node.args[0], CASTS) for node in convolutions}
     for node in forward.graph.nodes if changes else ():
         convolved = node.target is aten.convolution.default
+        copied = node.target is aten.clone.default and node in read
         made = node.target not in VIEWS and any(_MARK in n.meta for n in node.all_input_nodes)
-        if (convolved or made) and _is_image(node):
+        if (convolved or copied or made) and _is_image(node):
             node.meta[_MARK] = True
 
 

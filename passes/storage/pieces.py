@@ -18,6 +18,7 @@ from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, strip, through_views, walk
 from hot_compile.passes.base.operators import CASTS, RESHAPES, SPLITS, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
+from hot_compile.passes.base.site import elements_of
 from hot_compile.passes.storage.layout import Layout, layout_of
 from hot_compile.passes.storage.pack import in_pieces
 from hot_compile.passes.storage.prices import fuses
@@ -61,12 +62,13 @@ def work_out_in_pieces(forward: fx.Graph, stored: Mapping[fx.Node, Scheme]) -> i
 
 
 def join_part_by_part(backward: fx.Graph) -> int:
-    """Write each part of what is joined, and made of restored tensors, on its own; returns how many
+    """Write each part of what is joined, and made of the same tensors, on its own; returns how many
     are.
 
     The gradient of a GLU's halves (``x, gate = y.chunk(2, -1)``). Inductor goes over it as a whole,
-    and restores for each element what either half needs: 186 instructions an element of a Phi-3's.
-    Part by part it restores once, and what else is made of the same goes into the same kernel.
+    and reads or restores for each element what either half needs: 186 instructions an element of a
+    Phi-3's. Part by part it does so once, and what else is made of the same, as the input of the
+    product behind the GLU, goes into the same kernel.
     """
     count = 0
     for cat in backward.find_nodes(op="call_function", target=aten.cat.default):
@@ -74,7 +76,7 @@ def join_part_by_part(backward: fx.Graph) -> int:
         whole = cat.meta["val"]
         alike = {(part.meta["val"].dtype, part.meta["val"].dim()) for part in parts}
         plain = alike == {(whole.dtype, whole.dim())} and len(set(parts)) == len(parts) > 1
-        if whole.is_cuda and plain and all(map(_worked_out_of_restored, parts)):
+        if whole.is_cuda and plain and _made_of_the_same(cat, parts):
             pieces.lowered()
             joined = Emitter(backward, cat.next, cat)(SIDE_BY_SIDE, list(parts), dim)
             cat.replace_all_uses_with(joined)
@@ -140,15 +142,31 @@ def _reads_element_by_element(node: fx.Node) -> bool:
     return fuses_it and isinstance(value, torch.Tensor) and known(value)
 
 
-def _worked_out_of_restored(part: fx.Node) -> bool:
-    """By elementwise operators, of something that is restored."""
+def _made_of_the_same(cat: fx.Node, parts: Sequence[fx.Node]) -> bool:
+    """By elementwise operators: of what is restored, or, where no kernel of Inductor's reads them
+    joined, of one tensor."""
+    sources = list(map(_sources, parts))
+    if all(any(n.target in RESTORING for n in read) for read in sources):
+        return True
+    alike = len({elements_of(part.meta["val"]) for part in parts}) == 1
+    written = not any(map(_fused, through_views(cat)))
+    return alike and written and bool(set.intersection(*sources))
+
+
+def _sources(part: fx.Node) -> set[fx.Node]:
+    """Tensors, at least as large, that ``part`` is worked out of element by element; none where it
+    is not."""
     made = strip(part, _FOLLOWED)
     if not is_pointwise(made):
-        return False
-    sources = walk(
-        [made], lambda n: n.all_input_nodes if n.target in _READ_AS or is_pointwise(n) else ()
-    )
-    return any(n.target in RESTORING for n in sources)
+        return set()
+    size = elements_of(made.meta["val"])
+    reached = walk([made], lambda n: n.all_input_nodes if _goes_on(n) else ())
+    ends = (n for n in reached if not (_goes_on(n) or _is_number(n)))
+    return {n for n in ends if elements_of(n.meta["val"]) >= size}
+
+
+def _goes_on(node: fx.Node) -> bool:
+    return node.target in _READ_AS or is_pointwise(node)
 
 
 def in_groups(scheme: Scheme) -> bool:

@@ -143,3 +143,32 @@ def test_a_copy_that_the_backward_makes_again_lies_as_the_forwards(monkeypatch):
     (x,) = read
     assert any(n.target is aten.clone.default for n in walk([x], lambda n: n.all_input_nodes))
     assert x.meta["val"].is_contiguous(memory_format=torch.channels_last)
+
+
+class Reduced(nn.Module):
+    """As SegFormer reduces its keys: normalised tokens, copied as an image, then convolved."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = nn.Linear(CHANNELS, CHANNELS)
+        self.norm = nn.LayerNorm(CHANNELS)
+        self.conv = nn.Conv2d(CHANNELS, 2 * CHANNELS, 2, 2)
+        self.last = nn.LayerNorm(2 * CHANNELS)
+
+    def forward(self, tokens):
+        x = self.norm(tokens + self.width(tokens).tanh())
+        image = x.unflatten(1, (SIZE, SIZE)).permute(0, 3, 1, 2).contiguous()
+        return self.last(self.conv(image).flatten(2).transpose(1, 2)).square().mean()
+
+
+def test_a_copy_that_a_convolution_reads_again_lies_as_inductor_lays_it():
+    """Its strides are those of the convolution's gradients, and of all that is made of them."""
+    torch.manual_seed(0)
+    net, tokens = Reduced(), torch.randn(BATCH, SIZE**2, CHANNELS)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="hot", options=OPTIONS)
+    _, code = run_and_get_code(lambda: compiled(tokens).backward())
+    made = re.findall(
+        rf"empty_strided_cpu\(\({BATCH}, {CHANNELS}, {SIZE}, {SIZE}\), (.*?)\)", str(code)
+    )
+    assert set(made) == {f"({CHANNELS * SIZE**2}, 1, {CHANNELS * SIZE}, {CHANNELS}"}

@@ -119,7 +119,7 @@ def planes_and_gradient(device):
     return graph, planes, gradient
 
 
-def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False):
+def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False, multiplied=False):
     """The gradient of ``x, gate = y.chunk(2, -1)``, of which y is restored."""
     graph, planes, gradient = planes_and_gradient(device)
     end = graph.output(())
@@ -130,7 +130,8 @@ def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False)
     first = emit(aten.mul.Tensor, gradient, gate)
     second = first if twice else emit(aten.mul.Tensor, emit(aten.sin.default, gradient), x)
     joined = emit(aten.cat.default, [first, emit.cast(second, dtype)], 1)
-    end.args = ((joined,),)
+    weight = emit(aten.t.default, joined)
+    end.args = ((emit(aten.mm.default, joined, weight) if multiplied else joined,),)
     return graph
 
 
@@ -143,6 +144,11 @@ def test_a_glus_gradient_is_written_half_by_half():
     assert [part.target for part in joined.args[0]] == [aten.mul.Tensor] * 2
     assert joined.args[1] == 1
     assert joined.meta["val"].shape == (8, 256)
+
+
+def test_so_is_one_of_what_is_not_restored_where_a_product_reads_it():
+    """Then nothing is made in the kernel that reads it, and the halves are made of the same."""
+    assert join_part_by_part(glu_gradient(restored=False, multiplied=True)) == 1
 
 
 @pytest.mark.parametrize(
