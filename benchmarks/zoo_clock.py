@@ -10,11 +10,12 @@ process each; none is timed before all are done, and then one by one, stock and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import multiprocessing
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from step import compiler_settings, synchronize
 from tables import Lines
 from zoo_measure import Arm, brief
 
+from hot_compile import certificate
 from hot_compile.backend import hot
 from hot_compile.memory import peak_bytes
 from hot_compile.observing import acceptance
@@ -47,6 +49,10 @@ class Row:
     host_ms: tuple[float, float] = (0.0, 0.0)
     peak_bytes: tuple[int, int] = (0, 0)
     first_s: tuple[float, float] = (0.0, 0.0)
+    certificate: str = ""
+    """What looks found, if there were any."""
+    repaired: dict[str, str] = field(default_factory=dict)
+    """What they made more exact, and how."""
     error: str = ""
 
 
@@ -115,6 +121,10 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
             arm.round()
     row.ms, row.host_ms = (1e3 * stock.best, 1e3 * own.best), (1e3 * stock.host, 1e3 * own.host)
     row.peak_bytes, row.first_s = (stock.peak, own.peak), (stock.first, own.first)
+    with contextlib.suppress(TypeError):  # nothing looks at it
+        found = certificate(own.forward)
+        row.certificate = str(found)
+        row.repaired = {name: str(how) for name, how in found.repaired.items()}
 
 
 def _one(
@@ -171,8 +181,8 @@ def main(
         context.Process(target=_one, args=given, daemon=True).start()
     rows = [said.get() for _ in names]
     show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
-    for row in (r for r in rows if r.error):
-        print(f"{row.name}: {row.error}")
+    for row in (r for r in rows if r.error or r.certificate):
+        print(f"{row.name}: {row.error or row.certificate}")
     if json_file:
         arguments = {"fill": fill, "accept": accept}
         write_json(json_file, torch.device(device), arguments, list(map(asdict, rows)))

@@ -29,14 +29,16 @@ _BLOCK = re.compile(r"R0_BLOCK: tl\.constexpr = (\d+)")
 
 @taught
 def row_by_row() -> None:
-    """Have Inductor write them so (tried on torch 2.11, 2.14)."""
+    """Have Inductor write them so (tried on torch 2.11, 2.14, 2.15)."""
     from torch._inductor.codegen.simd import SIMDScheduling
 
     own: Any = SIMDScheduling._generate_kernel_code_for_mix_order_reduction
 
-    def generate(self: Any, *given: Any, **more: Any) -> tuple[Any, str, str]:
-        kernel, workspace, code = own(self, *given, **more)
-        return kernel, workspace, one_row_at_a_time(code, kernel.rsplit_size)
+    def generate(self: Any, *given: Any, **more: Any) -> tuple[Any, ...]:
+        *made, code = own(self, *given, **more)
+        # made here, or given: as of torch 2.15
+        (kernel,) = (k for k in (*made, *given) if hasattr(k, "rsplit_size"))
+        return (*made, one_row_at_a_time(code, kernel.rsplit_size))
 
     SIMDScheduling._generate_kernel_code_for_mix_order_reduction = generate  # type: ignore[assignment]
 

@@ -91,7 +91,7 @@ def pretend(kernels: bool, written: Callable[[str], object] = lambda _: None) ->
     interface.Worker.current_device = staticmethod(lambda: 0)
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("torch.") and hasattr(module, "has_triton"):
-            module.has_triton = lambda *_: True  # type: ignore[attr-defined]
+            module.has_triton = lambda *_, **__: True  # type: ignore[attr-defined]
     utils.get_gpu_shared_memory = lambda: H100.shared_memory_per_block_optin  # type: ignore[assignment]
     triton.runtime.driver.set_active(
         types.SimpleNamespace(  # type: ignore[arg-type]
