@@ -386,6 +386,41 @@ def test_modes_and_changes_in_place_are_not_cut_in_two():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def joined(x, w):
+    """A mask that is changed by an operator."""
+    mask = x @ w > 0
+    mask |= x > 1
+    return (x @ w) * mask
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, w: F.leaky_relu(x @ w, 0.2, True),
+        lambda x, w: F.hardtanh(x @ w, -1.0, 1.0, True),
+        lambda x, w: F.hardswish(x @ w, True),
+        lambda x, w: F.elu(x @ w, inplace=True),
+        lambda x, w: nn.functional.threshold_(x @ w, 0.0, 0.0),
+        joined,
+    ],
+    ids=["leaky_relu", "hardtanh", "hardswish", "elu", "threshold_", "or"],
+)
+def test_no_cut_is_between_what_is_made_and_its_change_in_place(change):
+    """A stretch would begin with a leaf, which autograd lets nobody change."""
+
+    def function(x, w):
+        return change(x, w).sin().sum()
+
+    x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+    gm = graph_of(function, x, w)
+    (want,) = torch.autograd.grad(function(x, w), w)
+    given = [w if n.meta["example_value"].requires_grad else x for n in inputs_of(gm)]
+    places, found = walked(gm, given)
+    assert len(places) > 2
+    (got,) = found.values()
+    torch.testing.assert_close(got, sketch(want))
+
+
 class Least(Room):
     """For one node at a time."""
 

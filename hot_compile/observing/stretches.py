@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import operator
@@ -30,7 +31,9 @@ _REGIONS = (
     torch.ops.higher_order.tag_activation_checkpoint,
     torch.ops.higher_order.wrap_activation_checkpoint,
 )
-_INPLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+_INPLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_INPLACE |= {operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul}
+_INPLACE |= {operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,9 +294,26 @@ def _changes(node: fx.Node) -> fx.Node | None:
     """What it changes in place."""
     name = _name(node)
     inplace = name.endswith("_") and not name.endswith("__")
-    ours = node.kwargs.get("inplace") or node.target in _INPLACE
-    changed = node.args[0] if (inplace or ours) and node.args else node.kwargs.get("out")
+    asked = _is_asked(node) or node.target in _INPLACE
+    changed = node.args[0] if (inplace or asked) and node.args else node.kwargs.get("out")
     return changed if isinstance(changed, fx.Node) and _value(changed) is not None else None
+
+
+def _is_asked(node: fx.Node) -> bool:
+    """It is called with ``inplace``, by name or, as modules call ``leaky_relu``, by place."""
+    place = _place_of_inplace(node.target)
+    given = node.args[place] if place is not None and place < len(node.args) else None
+    return bool(node.kwargs.get("inplace", given))
+
+
+@functools.cache
+def _place_of_inplace(function: Any) -> int | None:
+    """Among the arguments of a function of Python's; None: it has none, or says nothing of them."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
 
 
 def _name(node: fx.Node) -> str:
