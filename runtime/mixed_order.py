@@ -36,9 +36,10 @@ def row_by_row() -> None:
 
     def generate(self: Any, *given: Any, **more: Any) -> tuple[Any, ...]:
         *made, code = own(self, *given, **more)
-        # made here, or given: as of torch 2.15
-        (kernel,) = (k for k in (*made, *given) if hasattr(k, "rsplit_size"))
-        return (*made, one_row_at_a_time(code, kernel.rsplit_size))
+        # the kernel is made here; as of torch 2.15 it is given
+        for kernel in (k for k in (*made, *given, *more.values()) if hasattr(k, "rsplit_size")):
+            code = one_row_at_a_time(code, kernel.rsplit_size)
+        return (*made, code)
 
     SIMDScheduling._generate_kernel_code_for_mix_order_reduction = generate  # type: ignore[assignment]
 
