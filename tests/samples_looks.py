@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hot_compile
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
+from hot_compile.observing.walk import Room
 
 Made = tuple[nn.Module, Callable[..., object], Callable[[], torch.Tensor]]
 """A model, what it was compiled to, and one forward of that, which gives the loss."""
@@ -75,6 +76,27 @@ def looks_stay_below_a_gpus_peak(make: Callable[[str], Made], dtype: torch.dtype
 
 
 ALWAYS = {"min_gain": 0, "keep_head": False, "accept": "auto"}
+
+
+def graph_of(function, *inputs, given=None):
+    """Dynamo's; ``given`` takes what it is called with."""
+    found = []
+
+    def backend(gm, _):
+        found.append(gm)
+        return lambda *args: (given is not None and given.append(args)) or gm(*args)
+
+    torch.compile(function, backend=backend)(*inputs)
+    return found[0]
+
+
+class Least(Room):
+    """For one node at a time."""
+
+    left = 0
+
+    def ask(self, size):
+        """There is room for that."""
 
 
 def compiled(function, reports=None, lower=False, **options):

@@ -191,7 +191,7 @@ ELSEWHERE = {
     "test_trainers": "integrations/accelerate",
     "test_calibration": "observing/collector profile/profile",
     "test_acceptance": "observing/eager base/files",
-    "test_stretches": "observing/walk observing/draws",
+    "test_stretches": "observing/draws",
     "test_backend": "inspect context inductor",
     "test_certificate": "observing/evidence",
     "test_raising": "observing/gauge",
