@@ -123,8 +123,7 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
     row.peak_bytes, row.first_s = (stock.peak, own.peak), (stock.first, own.first)
     with contextlib.suppress(TypeError):  # nothing looks at it
         found = certificate(own.forward)
-        row.certificate = str(found)
-        row.repaired = {name: str(how) for name, how in found.repaired.items()}
+        row.certificate, row.repaired = str(found), dict(found.repaired)
 
 
 def _one(

@@ -1,4 +1,5 @@
-"""What is looked at, by how much it is off, and whether looks stay below a GPU's peak."""
+"""What is looked at, in how little memory, by how much it is off, and whether looks stay below a
+GPU's peak."""
 
 import functools
 import gc

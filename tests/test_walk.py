@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from samples_looks import Least, graph_of
-from torch import nn
 
 from hot_compile.again import Again
 from hot_compile.observing.stretches import Sizes, can_be_cut
@@ -55,7 +54,7 @@ def joined(x, w):
         lambda x, w: F.hardtanh(x @ w, -1.0, 1.0, True),
         lambda x, w: F.hardswish(x @ w, True),
         lambda x, w: F.elu(x @ w, inplace=True),
-        lambda x, w: nn.functional.threshold_(x @ w, 0.0, 0.0),
+        lambda x, w: F.threshold_(x @ w, 0.0, 0.0),
         joined,
     ],
     ids=["leaky_relu", "hardtanh", "hardswish", "elu", "threshold_", "or"],

@@ -140,9 +140,11 @@ def mark_channels_last(forward: fx.GraphModule) -> None:
     except Exception:  # not a stable interface; strides are then taken as they are
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return
+    if not changes:
+        return
     convolutions = forward.graph.find_nodes(op="call_function", target=aten.convolution.default)
     read = {strip(node.args[0], CASTS) for node in convolutions}
-    for node in forward.graph.nodes if changes else ():
+    for node in forward.graph.nodes:
         convolved = node.target is aten.convolution.default
         copied = node.target is aten.clone.default and node in read
         made = node.target not in VIEWS and any(_MARK in n.meta for n in node.all_input_nodes)
