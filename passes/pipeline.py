@@ -64,7 +64,7 @@ from hot_compile.passes.storage.kept_inputs import keep_inputs
 from hot_compile.passes.storage.layout import mark_channels_last
 from hot_compile.passes.storage.pieces import (
     join_part_by_part,
-    restore_once_where_spread,
+    restore_once_where_read_apart,
     work_out_in_pieces,
 )
 from hot_compile.passes.storage.predicted_peak import Rise, Room
@@ -432,7 +432,7 @@ def _pieces(cut: Partitioned) -> int:
     """On a GPU, where it saves reading a tensor twice; a CPU's caches hold what was just read."""
     schemes = {c.saved: s for c, (s, _) in cut.stored.items() if c.saved.meta["val"].is_cuda}
     ahead = work_out_in_pieces(cut.forward.graph, schemes)
-    back = join_part_by_part, restore_once_where_spread, work_out_flat
+    back = join_part_by_part, restore_once_where_read_apart, work_out_flat
     return ahead + sum(work(cut.backward.graph) for work in back)
 
 

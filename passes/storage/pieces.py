@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten, strip, through_views, walk
+from hot_compile.passes.base.graph import IMAGE_DIMS, aten, strip, through_views, walk
 from hot_compile.passes.base.operators import CASTS, RESHAPES, SPLITS, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import elements_of
@@ -85,12 +85,15 @@ def join_part_by_part(backward: fx.Graph) -> int:
     return count
 
 
-def restore_once_where_spread(backward: fx.Graph) -> int:
-    """Write to memory what is restored and then read several times an element; returns how many.
+def restore_once_where_read_apart(backward: fx.Graph) -> int:
+    """Write to memory what is restored and then read several times an element, or in an order that
+    is not its own; returns how many.
 
-    By a broadcast along another tensor's dimension, or as a part that is put into a whole. Inductor
-    restores it in the kernel that reads it, for each element of the whole: of a scan's 32 steps all
-    were restored for the gradient of each one (Falcon-Mamba: 1.4 ms for stock's 0.18 of a kernel).
+    Several times: by a broadcast along another tensor's dimension, or as a part that is put into a
+    whole. Inductor restores it in the kernel that reads it, for each element of the whole: of a
+    scan's 32 steps all were restored for the gradient of each one (Falcon-Mamba: 1.4 ms for stock's
+    0.18 of a kernel). In another order: each plane is read a byte or two from every line of memory,
+    where it is written out one tensor is (gMLP: 4.1 ms for stock's 1.6).
     """
     count = 0
     for node in list(backward.nodes):
@@ -98,7 +101,7 @@ def restore_once_where_spread(backward: fx.Graph) -> int:
             continue
         value = _as_read(node)
         kept = value.meta["val"]
-        if kept.is_cuda and known(kept) and kept.is_contiguous() and _is_spread(value):
+        if kept.is_cuda and known(kept) and kept.is_contiguous() and _is_read_apart(value):
             readers = list(value.users)
             read = Emitter(backward, value.next, value).from_memory(value)
             for reader in readers:
@@ -107,7 +110,7 @@ def restore_once_where_spread(backward: fx.Graph) -> int:
     return count
 
 
-def known(value: torch.Tensor) -> bool:
+def known(value: Tensor) -> bool:
     """Its sizes are, as it is compiled."""
     return all(isinstance(size, int) for size in value.shape)
 
@@ -124,22 +127,38 @@ def _as_read(restored: fx.Node) -> fx.Node:
     return restored
 
 
-def _is_spread(value: fx.Node) -> bool:
-    """Something that Inductor fuses with it has several elements for each of its own."""
+def _is_read_apart(value: fx.Node) -> bool:
+    """Something that Inductor fuses with it has several elements for each of its own, or goes over
+    them in another order."""
     size = value.meta["val"].numel()
 
     def readers(node: fx.Node) -> Iterator[fx.Node]:
-        if node.meta["val"].numel() == size:
+        if size < 2 * node.meta["val"].numel() <= 2 * size:  # what a product was padded by is cut
             yield from filter(_reads_element_by_element, node.users)
 
     reached = walk([value], readers)
-    return any(node.meta["val"].numel() >= _SPREAD * size for node in reached)
+    spread = any(node.meta["val"].numel() >= _SPREAD * size for node in reached)
+    return spread or any(is_pointwise(node) and _turns(node, reached) for node in reached)
+
+
+def _turns(node: fx.Node, reached: Set[fx.Node]) -> bool:
+    """It reads what is ``reached`` transposed, beside a tensor that is not.
+
+    Of images fakes do not tell in what order they lie.
+    """
+    whole = node.meta["val"]
+    if not 0 < whole.dim() < IMAGE_DIMS:
+        return False
+    read = {n: n.meta.get("val") for n in node.all_input_nodes}
+    full = {n: v for n, v in read.items() if isinstance(v, Tensor) and v.shape == whole.shape}
+    turned = [n for n, v in full.items() if v.shape[-1] > 1 and v.stride(-1) > 1]
+    return any(n in reached for n in turned) and any(v.is_contiguous() for v in full.values())
 
 
 def _reads_element_by_element(node: fx.Node) -> bool:
     value = node.meta.get("val")
     fuses_it = is_pointwise(node) or node.target in _READ
-    return fuses_it and isinstance(value, torch.Tensor) and known(value)
+    return fuses_it and isinstance(value, Tensor) and known(value)
 
 
 def _made_of_the_same(cat: fx.Node, parts: Sequence[fx.Node]) -> bool:
@@ -200,7 +219,7 @@ def _region(graph: fx.Graph, given: list[fx.Node]) -> dict[fx.Node, int]:
         if node in found or not sources or not all(n in found for n in sources):
             continue
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.numel() != size:
+        if not isinstance(value, Tensor) or value.numel() != size:
             continue
         if node.target in RESHAPED:
             found[node] = found[sources[0]]
@@ -211,7 +230,7 @@ def _region(graph: fx.Graph, given: list[fx.Node]) -> dict[fx.Node, int]:
 
 def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.dim() == 0
+    return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def _results(region: Mapping[fx.Node, int], given: Set[fx.Node]) -> Iterator[fx.Node]:

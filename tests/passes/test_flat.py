@@ -58,6 +58,22 @@ def transposed(emit, x, gradient):
     return [product(emit, emit(aten.mul.Tensor, emit(aten.sin.default, x), other))]
 
 
+def softmax(emit, x, gradient):
+    """A softmax's backward, of samples and heads: behind it x is read transposed, and cast there;
+    before it comes a product in bf16, of another shape."""
+    sizes = [2, 2, ROWS // 4, WIDTH]
+    square = emit(aten.mm.default, emit(aten.permute.default, gradient, [1, 0]), gradient)
+    g = emit.cast(emit(aten.mm.default, gradient, square), torch.bfloat16)
+    g = emit(aten.view.default, emit.cast(emit(aten.clone.default, g), torch.float32), sizes)
+    x = emit(aten.expand.default, emit(aten.view.default, x, sizes), sizes)
+    scaled = emit(aten.mul.Tensor, g, x)
+    whole = emit(aten.sum.dim_IntList, scaled, [-1], True)
+    inner = emit(aten.sub.Tensor, scaled, emit(aten.mul.Tensor, x, whole))
+    inner, x = (emit(aten.view.default, n, [2, ROWS // 2, WIDTH]) for n in (inner, x))
+    turned = emit.cast(emit(aten.permute.default, x, [0, 2, 1]), torch.bfloat16)
+    return [emit(aten.bmm.default, turned, emit.cast(inner, torch.bfloat16)), whole]
+
+
 def results(graph):
     draw = torch.Generator().manual_seed(0)
     planes = [
@@ -84,6 +100,25 @@ def test_it_is_the_same_and_elementwise_operators_go_along_one_line(make, operat
     line = [n for n in graph.nodes if n.op == "call_function" and n.meta["val"].dim() == 1]
     line = [n for n in line if torch.Tag.pointwise in n.target.tags]
     assert len(line) == operators
+    for got, want in zip(results(graph), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_sums_up_rows_goes_over_all_rows_as_one_dimension():
+    graph = backward_of(softmax)
+    expected = results(graph)
+    assert work_out_flat(graph) == 1
+    graph.lint()
+    elementwise = [n for n in graph.nodes if torch.Tag.pointwise in getattr(n.target, "tags", ())]
+    assert {n.meta["val"].dim() for n in elementwise} <= {1, 2}
+    (total,) = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert total.meta["val"].shape == (ROWS, 1)
+    # x is cast once, in its own order; the product's result in bf16 is cast as the line that it is
+    (turned,) = [n for n in graph.nodes if n.target is aten.bmm.default]
+    assert turned.args[0].target is aten.permute.default
+    casts = [n for n in elementwise if n.target is torch.ops.prims.convert_element_type.default]
+    (widened,) = [n for n in casts if n.args[1] is torch.float32]
+    assert widened.args[0].target is aten.view.default
     for got, want in zip(results(graph), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 

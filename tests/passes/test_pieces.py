@@ -13,7 +13,7 @@ from hot_compile.passes.storage.pieces import (
     SIDE_BY_SIDE,
     in_groups,
     join_part_by_part,
-    restore_once_where_spread,
+    restore_once_where_read_apart,
     work_out_in_pieces,
 )
 from hot_compile.runtime import pieces
@@ -197,11 +197,32 @@ def test_what_is_read_several_times_is_restored_once(read):
     (cast,) = graph.find_nodes(
         op="call_function", target=torch.ops.prims.convert_element_type.default
     )
-    assert restore_once_where_spread(graph) == 1
+    assert restore_once_where_read_apart(graph) == 1
     graph.lint()
     (memory,) = cast.users  # in bf16
     assert memory.target is aten.as_strided.default
     assert memory.args == (cast, [16, 1, 128], [128, 128, 1])
+
+
+def turned(order=(1, 0), beside=True, size=(16, 120)):
+    """``read`` a part of it transposed, beside what is not."""
+
+    def read(emit, x):
+        x = emit(aten.view.default, x, [16, 128])
+        x = emit(aten.add.Tensor, emit(aten.slice.Tensor, x, 1, 0, 120), 1.0)
+        x = emit(aten.permute.default, emit(aten.view.default, x, list(size)), list(order))
+        other = emit(aten.full.default, list(x.meta["val"].shape), 2.0, **ON)
+        return emit(aten.mul.Tensor, x, other if beside else x)
+
+    return read
+
+
+@pytest.mark.parametrize("size", [(16, 120), (2, 8, 120)], ids=str)
+def test_what_is_read_in_another_order_is_restored_in_its_own(size):
+    order = [*range(len(size) - 2), len(size) - 1, len(size) - 2]
+    graph = spread("cuda", turned(order, size=size))
+    assert restore_once_where_read_apart(graph) == 1
+    graph.lint()
 
 
 def test_what_is_read_once_or_by_a_library_is_restored_where_it_is_read():
@@ -209,5 +230,8 @@ def test_what_is_read_once_or_by_a_library_is_restored_where_it_is_read():
         x = emit(aten.view.default, x, [16, 128])
         return emit(aten.mm.default, emit(aten.permute.default, x, [1, 0]), x)
 
-    for read in (broadcast(3), product):
-        assert restore_once_where_spread(spread("cuda", read)) == 0
+    # with all in one order, rows that move as a whole, and images, whose order is not known
+    level = turned(beside=False), turned((1, 0, 2), size=(2, 8, 120))
+    image = turned((0, 2, 3, 1), size=(2, 8, 12, 10))
+    for read in (broadcast(3), product, *level, image):
+        assert restore_once_where_read_apart(spread("cuda", read)) == 0
