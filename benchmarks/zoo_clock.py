@@ -4,7 +4,9 @@
 
 What ``zoo.py`` times are kernels of small batches, for which a host takes longer than its device.
 Here a model's batch is what eager PyTorch takes ``fill`` GiB for. All models compile at once, a
-process each; none is timed before all are done, and then one by one, stock and hot in turns.
+process each; none is timed before all are done, and then one by one, stock and hot in turns. So
+are Triton's configurations: of a kernel that is timed beside others' work the wrong one may be
+taken, which was seen to cost five times what the right one does.
 ``first`` is the first step, with caches as they are.
 """
 
@@ -26,6 +28,7 @@ import zoo_others
 from report import show, write_json
 from step import compiler_settings, synchronize
 from tables import Lines
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from zoo_measure import Arm, brief
 
 from hot_compile import certificate
@@ -81,6 +84,34 @@ class Timed(Arm):
         self.best = min(self.best, (time.perf_counter() - begin) / STEPS)
 
 
+class Alone:
+    """The device is one process's at a time, and all its threads'."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._depth = lock, 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._lock.release()
+
+
+def tune(alone: Alone) -> None:
+    """Triton's configurations are timed in ``alone`` from now on, in this process."""
+    own = CachingAutotuner.benchmark_all_configs
+
+    def timed(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+        with alone:
+            return own(tuner, *args, **kwargs)
+
+    CachingAutotuner.benchmark_all_configs = timed  # type: ignore[method-assign]
+
+
 def _built(name: str, batch: int, device: torch.device) -> zoo_models.Built:
     zoo_models.scale = zoo_others.scale = lambda: (batch, TOKENS)
     torch.manual_seed(0)
@@ -96,7 +127,7 @@ def _batch(name: str, device: torch.device, fill: float) -> int:
 
 
 def _compiled(
-    row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: Any
+    row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: Alone
 ) -> list[Timed]:
     """Stock's and hot's."""
     with alone:
@@ -128,8 +159,10 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
 
 def _one(
     name: str, device: str, fill: float, options: dict[str, Any], said: Any, all_done: Any,
-    alone: Any,
+    lock: Any,
 ) -> None:  # fmt: skip
+    alone = Alone(lock)
+    tune(alone)
     acceptance.LASTS = math.inf  # what steps take while others compile is not to be followed
     row, arms = Row(name), list[Timed]()
     with compiler_settings("fp32"):
