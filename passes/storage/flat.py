@@ -64,13 +64,14 @@ def _rewrite(backward: fx.Graph, region: Collection[fx.Node], shape: Shape) -> l
         if node.target in _BY_PLANES:
             flat[node] = _restored(emit, node)
         elif node.target in VIEWS:
-            (source,) = node.all_input_nodes
+            source = node.all_input_nodes[0]
             flat[node] = flat[source] if source in flat else _flat(emit, flat, node, shape)
         elif node.target is _SUM:
             flat[node] = emit(_SUM, flat[node.all_input_nodes[0]], [1], True, **node.kwargs)
         else:
             given = {n: _flat(emit, flat, n, shape) for n in node.all_input_nodes}
             args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+            kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # of an image
             flat[node] = emit(node.target, *args, **kwargs)
     return list(_give_back(backward, flat))
 
@@ -146,7 +147,7 @@ def _made_by_rows(node: fx.Node) -> Iterator[fx.Node]:
 
 def _goes_by_rows(node: fx.Node) -> bool:
     *rows, width = node.meta["val"].shape
-    sizes = ([*rows, width], [*rows, 1], [])
+    sizes: list[list[int]] = [[*rows, width], [*rows, 1], []]
     values = [given.meta.get("val") for given in node.all_input_nodes]
     given = [value for value in values if isinstance(value, Tensor)]
     return all(list(v.shape) in sizes and v.is_contiguous() for v in given)
