@@ -165,6 +165,8 @@ def _configured(name: str, kind: str, inputs: Callable[[Any], dict[str, Any]]) -
     def build(narrower: Mapping[str, int]) -> Built:
         made = _cut(config, narrower)
         made.use_cache = False
+        if getattr(made, "decoder_start_token_id", None) is None:
+            made.decoder_start_token_id = 0  # T5's; its configuration has none of its own
         with torch.device("meta"):
             size = sum(p.numel() for p in model(made).parameters())
         if size > MOST:
@@ -183,6 +185,9 @@ def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
     given |= {n: min(v, has[n]) for n, v in narrower.items() if isinstance(has.get(n), int)}
     given |= {n: 0.0 for n, v in has.items() if "drop" in n and isinstance(v, float)}
     given |= {n: 1 for n, v in has.items() if n.endswith("_token_id") and _beyond(v)}
+    if {"num_heads", "head_dim", "expand", "hidden_size"} <= has.keys():  # Mamba 2's go together
+        width = given.get("hidden_size", has["hidden_size"])
+        given["num_heads"] = width * has["expand"] // has["head_dim"]
     if isinstance(has.get("depths"), (list, tuple)):
         given["depths"] = [1] * len(has["depths"])
     if isinstance(has.get("vocab_size"), int):
