@@ -16,6 +16,7 @@ import contextlib
 import functools
 import math
 import multiprocessing
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 import typer
 import zoo_models
 import zoo_others
+from filelock import FileLock
 from report import show, write_json
 from step import compiler_settings, synchronize
 from tables import Lines
@@ -84,29 +86,12 @@ class Timed(Arm):
         self.best = min(self.best, (time.perf_counter() - begin) / STEPS)
 
 
-class Alone:
-    """The device is one process's at a time, and all its threads'."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock, self._depth = lock, 0
-
-    def __enter__(self) -> None:
-        if not self._depth:
-            self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._lock.release()
-
-
-def tune(alone: Alone) -> None:
-    """Triton's configurations are timed in ``alone`` from now on, in this process."""
+def tune(alone: FileLock) -> None:
+    """From now on this process times Triton's configurations while it holds ``alone``."""
     own = CachingAutotuner.benchmark_all_configs
 
     def timed(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
-        with alone:
+        with alone.acquire(poll_interval=0.005):
             return own(tuner, *args, **kwargs)
 
     CachingAutotuner.benchmark_all_configs = timed  # type: ignore[method-assign]
@@ -127,7 +112,7 @@ def _batch(name: str, device: torch.device, fill: float) -> int:
 
 
 def _compiled(
-    row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: Alone
+    row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: FileLock
 ) -> list[Timed]:
     """Stock's and hot's."""
     with alone:
@@ -159,9 +144,10 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
 
 def _one(
     name: str, device: str, fill: float, options: dict[str, Any], said: Any, all_done: Any,
-    lock: Any,
+    gate: Path,
 ) -> None:  # fmt: skip
-    alone = Alone(lock)
+    # a backward's kernels are tuned in a thread of its own, while the step's thread holds it
+    alone = FileLock(gate, thread_local=False)
     tune(alone)
     acceptance.LASTS = math.inf  # what steps take while others compile is not to be followed
     row, arms = Row(name), list[Timed]()
@@ -206,12 +192,12 @@ def main(
     if unknown := set(names) - zoo_models.every_model().keys():
         raise typer.BadParameter(f"got {sorted(unknown)}; zoo.py run lists what there is")
     context = multiprocessing.get_context("spawn")
-    said, shared = context.Queue(), (context.Barrier(len(names)), context.Lock())
-    options = {"accept": accept}
-    for name in names:
-        given = (name, device, fill, options, said, *shared)
-        context.Process(target=_one, args=given, daemon=True).start()
-    rows = [said.get() for _ in names]
+    said, all_done, options = context.Queue(), context.Barrier(len(names)), {"accept": accept}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            given = (name, device, fill, options, said, all_done, Path(folder) / "device.lock")
+            context.Process(target=_one, args=given, daemon=True).start()
+        rows = [said.get() for _ in names]
     show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
     for row in (r for r in rows if r.error or r.certificate):
         print(f"{row.name}: {row.error or row.certificate}")
