@@ -6,7 +6,7 @@ import absent_gpu
 import pytest
 import torch
 from forked import in_a_process
-from test_pieces import planes_and_gradient
+from test_pieces import drawn_planes, planes_and_gradient
 from torch import fx, nn
 
 from hot_compile.passes.base.emit import Emitter
@@ -76,12 +76,7 @@ def softmax(emit, x, gradient):
 
 def results(graph):
     draw = torch.Generator().manual_seed(0)
-    planes = [
-        torch.randint(-(2**15), 2**15, (16, 32, 1), generator=draw).to(torch.int16),
-        torch.randint(0, 256, (16, 32, 1), generator=draw).to(torch.uint8),
-        torch.rand(16, 1, 1, generator=draw).bfloat16(),
-    ]
-    gradient = torch.randn(8, 128, generator=draw)
+    planes, gradient = drawn_planes(draw), torch.randn(8, 128, generator=draw)
     return fx.GraphModule({}, graph)(*planes, gradient)
 
 

@@ -119,6 +119,15 @@ def planes_and_gradient(device):
     return graph, planes, gradient
 
 
+def drawn_planes(draw):
+    """What these hold: any bits."""
+    return [
+        torch.randint(-(2**15), 2**15, (16, 32, 1), generator=draw).to(torch.int16),
+        torch.randint(0, 256, (16, 32, 1), generator=draw).to(torch.uint8),
+        torch.rand(16, 1, 1, generator=draw).bfloat16(),
+    ]
+
+
 def glu_gradient(device="cuda", dtype=torch.float32, restored=True, twice=False, multiplied=False):
     """The gradient of ``x, gate = y.chunk(2, -1)``, of which y is restored."""
     graph, planes, gradient = planes_and_gradient(device)
@@ -210,9 +219,9 @@ def turned(order=(1, 0), beside=True, size=(16, 120)):
     def read(emit, x):
         x = emit(aten.view.default, x, [16, 128])
         x = emit(aten.add.Tensor, emit(aten.slice.Tensor, x, 1, 0, 120), 1.0)
-        x = emit(aten.permute.default, emit(aten.view.default, x, list(size)), list(order))
-        other = emit(aten.full.default, list(x.meta["val"].shape), 2.0, **ON)
-        return emit(aten.mul.Tensor, x, other if beside else x)
+        across = emit(aten.permute.default, emit(aten.view.default, x, list(size)), list(order))
+        level = emit(aten.view.default, x, list(across.meta["val"].shape))
+        return emit(aten.mul.Tensor, across, level if beside else across)
 
     return read
 
@@ -221,8 +230,12 @@ def turned(order=(1, 0), beside=True, size=(16, 120)):
 def test_what_is_read_in_another_order_is_restored_in_its_own(size):
     order = [*range(len(size) - 2), len(size) - 1, len(size) - 2]
     graph = spread("cuda", turned(order, size=size))
+    planes = drawn_planes(torch.Generator().manual_seed(0))
+    (expected,) = fx.GraphModule({}, graph)(*planes, None)
     assert restore_once_where_read_apart(graph) == 1
     graph.lint()
+    (found,) = fx.GraphModule({}, graph)(*planes, None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_is_read_once_or_by_a_library_is_restored_where_it_is_read():
