@@ -6,15 +6,15 @@ What ``zoo.py`` times are kernels of small batches, for which a host takes longe
 Here a model's batch is what eager PyTorch takes ``fill`` GiB for. All models compile at once, a
 process each; none is timed before all are done, and then one by one, stock and hot in turns. So
 are Triton's configurations: of a kernel that is timed beside others' work the wrong one may be
-taken, which was seen to cost five times what the right one does.
-``first`` is the first step, with caches as they are.
+taken, which was seen to cost five times what the right one does. Hot measures its steps while its
+model has the device alone, and is compiled again there if they wait for their host, as in any run
+that lasts. ``first`` is the first step, with caches as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import multiprocessing
 import tempfile
 import time
@@ -38,7 +38,8 @@ from hot_compile.backend import hot
 from hot_compile.memory import peak_bytes
 from hot_compile.observing import acceptance
 
-ROUNDS, STEPS, WARM_UP = 6, 4, 60
+ROUNDS, STEPS, WARM_UP = 6, 4, 100
+acceptance.LASTS = 0.0  # what steps take is followed at once
 SMALL, MOST = 8, 2048
 """Samples that the share is found by, and the most there may be."""
 TOKENS = 256
@@ -123,7 +124,7 @@ def _compiled(
     for arm in arms:
         arm.compile()
     for _ in range(SMALL):
-        arms[1].step()  # it looks at some, and may compile again
+        arms[1].step()  # it looks at some, and may compile again; no step is timed by it so early
     return arms
 
 
@@ -149,7 +150,6 @@ def _one(
     # a backward's kernels are tuned in a thread of its own, while the step's thread holds it
     alone = FileLock(gate, thread_local=False)
     tune(alone)
-    acceptance.LASTS = math.inf  # what steps take while others compile is not to be followed
     row, arms = Row(name), list[Timed]()
     with compiler_settings("fp32"):
         try:

@@ -69,6 +69,7 @@ from hot_compile.passes.storage.pieces import (
 )
 from hot_compile.passes.storage.predicted_peak import Rise, Room
 from hot_compile.passes.storage.prices import StoragePrice, rows_seconds
+from hot_compile.passes.storage.probabilities import keep_as_multiplied
 from hot_compile.passes.storage.step_time import StepTime, step_time
 from hot_compile.passes.storage.store import store
 
@@ -286,12 +287,12 @@ def _allowed(cut: Partitioned) -> float:
 
 
 def _advance(cut: Partitioned) -> int:
-    if not cut.stores or cut.fits:
+    config, sure = cut.context.config, _stored_for_sure(cut)
+    if not cut.stores or cut.fits or (config.memory is Memory.FREE and not sure):
         return 0
-    sure = _stored_for_sure(cut)
-    if cut.context.config.memory is Memory.FREE and not sure:
-        return 0
-    return advance(*cut.graphs, cut.num_fwd_outputs, cut.judge(), sure)
+    given = (*cut.graphs, cut.num_fwd_outputs)
+    kept = 0 if config.has_budget else keep_as_multiplied(*given, cut.judge())
+    return kept + advance(*given, cut.judge(), sure)
 
 
 def _stored_for_sure(cut: Partitioned) -> bool:

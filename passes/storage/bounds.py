@@ -64,6 +64,16 @@ def is_probability(node: fx.Node) -> bool:
     return powers or made.target is aten._softmax.default or _by_own_sum(made)
 
 
+def sums_to_one(node: fx.Node) -> bool:
+    """Each of its rows does: a softmax over the last dimension. Rows masked as a whole are 0."""
+    if node.target is aten.where.self:
+        return any(isinstance(n, fx.Node) and sums_to_one(n) for n in node.args[1:])
+    if not _by_own_sum(node):
+        return False
+    total, dims = strip(node.args[1], _FOLLOWED), node.meta["val"].dim()  # type: ignore[arg-type]
+    return {dim % dims for dim in total.args[1]} == {dims - 1}  # type: ignore[union-attr]
+
+
 def is_saturated(node: fx.Node) -> bool:
     """The result of a function that ends in a straight line, where its slope is next to nothing."""
     return strip(node, _SAME).target in SATURATED

@@ -19,8 +19,9 @@ class CutEditor:
         self._unread = {n.name for n in placeholders(backward) if not n.users}
         self._done = 0
 
-    def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> None:
-        """Return ``there`` beside ``saved``, and let it arrive where it was recomputed."""
+    def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> fx.Node:
+        """Return ``there`` beside ``saved``, and let it arrive where it was recomputed: as the
+        placeholder that is the result."""
         name = later.name
         later.name = f"{name}_recomputed"
         with self._backward.inserting_before(restored):
@@ -34,6 +35,7 @@ class CutEditor:
             outputs += [there, value] if is_slot else [value]
         self._forward.output_node().args = (tuple(outputs),)
         self._done += 1
+        return arriving
 
     def finish(self) -> int:
         """Drop what nobody in the backward reads any more; how many tensors were added."""

@@ -1,0 +1,84 @@
+"""Probabilities are kept as the forward's product reads them.
+
+Autocast has a softmax in fp32 and the product behind it in 16 bits. Min-cut keeps the scores, of
+which the backward works out the softmax again and casts it for its own product; or the softmax
+itself. Kept is the cast, which takes no more and which the forward writes anyway: so nothing is
+worked out again, nor is anything packed and restored, for which 12 bits are too few less than 16.
+
+A softmax's backward is right to a share of each probability's distance from 0 and from 1 only where
+rows sum to 1, as rounded ones do not: so they are divided by their sum, in the kernel that reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from hot_compile.passes.base.emit import Emitter
+from hot_compile.passes.base.graph import aten, through_views, walk
+from hot_compile.passes.base.operators import CASTS
+from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of
+from hot_compile.passes.storage.bounds import sums_to_one
+from hot_compile.passes.storage.crossers import Judge, base, saved_pairs, seen_by_user
+from hot_compile.passes.storage.cut import CutEditor
+from hot_compile.passes.storage.prices import fuses
+
+_LEAST_SUM = 1e-30
+"""Rows that are masked as a whole are zeros."""
+
+
+def keep_as_multiplied(
+    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, judge: Judge
+) -> int:
+    """Save 16-bit casts of softmaxes that ``judge`` would have stored, where that frees as much.
+
+    Both graphs change in place. Returns how many.
+    """
+    cut = CutEditor(forward, backward, num_fwd_outputs)
+    made = {node.name: node for node in forward.nodes if _is_multiplied_softmax(node)}
+    shown = seen_by_user(forward, num_fwd_outputs)
+    for again in [node for node in backward.nodes if node.target in CASTS and node.name in made]:
+        there = made[again.name]
+        softmax, whole = there.args[0], again.args[0]
+        if base(there) in shown or Scheme.GROUPS12 not in judge(softmax, whole).schemes:
+            continue
+        freed = _freed(backward, whole, saved_pairs(forward, backward, num_fwd_outputs))
+        if sum(bytes_of(saved.meta["val"]) for saved, _ in freed) < bytes_of(there.meta["val"]):
+            continue
+        arriving = cut.add(*freed[0], there, again)
+        readers = [reader for reader in whole.users if reader is not again]
+        if readers:
+            rows = _divided_by_sums(Emitter(backward, min(readers), whole), arriving)
+            for reader in readers:
+                reader.replace_input_with(whole, rows)
+    return cut.finish()
+
+
+def _freed(
+    backward: fx.Graph, whole: fx.Node, pairs: Sequence[tuple[fx.Node, fx.Node]]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Of ``pairs`` of what is saved and arrives, those that are there for ``whole`` alone."""
+    end = [backward.output_node()]
+    needed = walk(end, lambda n: n.all_input_nodes)
+    without = walk(end, lambda n: (m for m in n.all_input_nodes if m is not whole))
+    return [pair for pair in pairs if pair[1] in needed - without]
+
+
+def _is_multiplied_softmax(node: fx.Node) -> bool:
+    """The 16-bit cast of one, which a library reads."""
+    if node.target not in CASTS or node.meta["val"].dtype.itemsize > 2:
+        return False
+    (made,) = node.all_input_nodes
+    return sums_to_one(made) and not any(map(fuses, through_views(node)))
+
+
+def _divided_by_sums(emit: Emitter, rounded: fx.Node) -> fx.Node:
+    """Rows, in fp32, that sum to 1 again."""
+    values = emit.cast(rounded, torch.float32)
+    total = emit(aten.sum.dim_IntList, values, [-1], True)
+    least = emit.constant(_LEAST_SUM, values)
+    return emit(aten.div.Tensor, values, emit(aten.maximum.default, total, least))
