@@ -27,6 +27,7 @@ from hot_compile.passes.storage.crossers import Judge, base, saved_pairs, seen_b
 from hot_compile.passes.storage.cut import CutEditor
 from hot_compile.passes.storage.prices import fuses
 
+_HALVES = (torch.bfloat16, torch.float16)
 _LEAST_SUM = 1e-30
 """Rows that are masked as a whole are zeros."""
 
@@ -70,7 +71,7 @@ def _freed(
 
 def _is_multiplied_softmax(node: fx.Node) -> bool:
     """The 16-bit cast of one, which a library reads."""
-    if node.target not in CASTS or node.meta["val"].dtype.itemsize > 2:
+    if node.target not in CASTS or node.meta["val"].dtype not in _HALVES:
         return False
     (made,) = node.all_input_nodes
     return sums_to_one(made) and not any(map(fuses, through_views(node)))
