@@ -65,13 +65,14 @@ def is_probability(node: fx.Node) -> bool:
 
 
 def sums_to_one(node: fx.Node) -> bool:
-    """Each of its rows does: a softmax over the last dimension. Rows masked as a whole are 0."""
-    if node.target is aten.where.self:
-        return any(isinstance(n, fx.Node) and sums_to_one(n) for n in node.args[1:])
-    if not _by_own_sum(node):
+    """Each of its rows does: a softmax over the last dimension, and nothing masked behind it."""
+    if node.target is not aten.div.Tensor or not _by_own_sum(node):
         return False
-    total, dims = strip(node.args[1], _FOLLOWED), node.meta["val"].dim()  # type: ignore[arg-type]
-    return {dim % dims for dim in total.args[1]} == {dims - 1}  # type: ignore[union-attr]
+    powers, total = node.args
+    if powers.target is not aten.exp.default or total.target is not aten.sum.dim_IntList:  # type: ignore[union-attr]
+        return False
+    shape = powers.meta["val"].shape  # type: ignore[union-attr]
+    return total.meta["val"].shape == (*shape[:-1], 1)  # type: ignore[union-attr]
 
 
 def is_saturated(node: fx.Node) -> bool:

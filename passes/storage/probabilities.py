@@ -28,8 +28,6 @@ from hot_compile.passes.storage.cut import CutEditor
 from hot_compile.passes.storage.prices import fuses
 
 _HALVES = (torch.bfloat16, torch.float16)
-_LEAST_SUM = 1e-30
-"""Rows that are masked as a whole are zeros."""
 
 
 def keep_as_multiplied(
@@ -80,6 +78,4 @@ def _is_multiplied_softmax(node: fx.Node) -> bool:
 def _divided_by_sums(emit: Emitter, rounded: fx.Node) -> fx.Node:
     """Rows, in fp32, that sum to 1 again."""
     values = emit.cast(rounded, torch.float32)
-    total = emit(aten.sum.dim_IntList, values, [-1], True)
-    least = emit.constant(_LEAST_SUM, values)
-    return emit(aten.div.Tensor, values, emit(aten.maximum.default, total, least))
+    return emit(aten.div.Tensor, values, emit(aten.sum.dim_IntList, values, [-1], True))
