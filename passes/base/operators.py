@@ -17,6 +17,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 """Dtypes that layers and storage know."""
+SIXTEEN_BITS = {torch.bfloat16, torch.float16}
+"""Those of them that autocast casts to."""
 
 TRANSPOSES = {aten.permute.default, aten.t.default, aten.transpose.int}
 """They leave all elements, in another order of dimensions."""

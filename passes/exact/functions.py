@@ -18,13 +18,12 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.base.operators import ADDITIVE, CASTS, VIEWS, is_pointwise
+from hot_compile.passes.base.operators import ADDITIVE, CASTS, SIXTEEN_BITS, VIEWS, is_pointwise
 from hot_compile.passes.base.site import elements_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.runtime.pointwise import lowered
 
 _SHORT = torch.ops.hot.short_function.default
-_SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 _ADDITIONS = ADDITIVE | {aten.rsub.Scalar}
 _PRODUCTS = {aten.mul.Tensor, aten.pow.Tensor_Scalar}
 _DEEPEST = 24
@@ -66,7 +65,7 @@ def _applies(node: fx.Node) -> bool:
     value, argument = node.meta.get("val"), node.args[0]
     if not isinstance(value, torch.Tensor) or value.device.type != "cuda":
         return False
-    if value.dtype not in (torch.float32, *_SIXTEEN_BITS) or not isinstance(argument, fx.Node):
+    if value.dtype not in (torch.float32, *SIXTEEN_BITS) or not isinstance(argument, fx.Node):
         return False
     if node.target is aten.exp.default and not _gaussian(argument):
         return False
@@ -86,7 +85,7 @@ def _of_sixteen_bits(node: fx.Node) -> bool:
 
 def _has_sixteen_bits(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in _SIXTEEN_BITS
+    return isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BITS
 
 
 def _follows(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.operators import SIXTEEN_BITS
 from hot_compile.passes.exact.first_conv import (
     CHANNEL_MULTIPLE,
     backwards_of,
@@ -90,8 +91,7 @@ def pays(x: torch.Tensor, tf32: bool) -> str:
     """'' where cuDNN has no fast kernel for x's channels, but one for those of blocks."""
     if problem := slow_in_cudnn(x):
         return problem
-    halves = (torch.bfloat16, torch.float16)
-    return "" if x.dtype in halves else f"not measured in {x.dtype}"
+    return "" if x.dtype in SIXTEEN_BITS else f"not measured in {x.dtype}"
 
 
 def replace(graph: fx.Graph, conv: fx.Node) -> bool:

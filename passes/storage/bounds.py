@@ -66,13 +66,12 @@ def is_probability(node: fx.Node) -> bool:
 
 def sums_to_one(node: fx.Node) -> bool:
     """Each of its rows does: a softmax over the last dimension, and nothing masked behind it."""
-    if node.target is not aten.div.Tensor or not _by_own_sum(node):
+    if not _by_own_sum(node):
         return False
-    powers, total = node.args
-    if powers.target is not aten.exp.default or total.target is not aten.sum.dim_IntList:  # type: ignore[union-attr]
+    powers, total = node.all_input_nodes
+    if powers.target is not aten.exp.default or total.target is not aten.sum.dim_IntList:
         return False
-    shape = powers.meta["val"].shape  # type: ignore[union-attr]
-    return total.meta["val"].shape == (*shape[:-1], 1)  # type: ignore[union-attr]
+    return bool(total.meta["val"].shape == (*powers.meta["val"].shape[:-1], 1))
 
 
 def is_saturated(node: fx.Node) -> bool:

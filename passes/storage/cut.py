@@ -20,8 +20,8 @@ class CutEditor:
         self._done = 0
 
     def add(self, saved: fx.Node, restored: fx.Node, there: fx.Node, later: fx.Node) -> fx.Node:
-        """Return ``there`` beside ``saved``, and let it arrive where it was recomputed: as the
-        placeholder that is the result."""
+        """Have the forward return ``there`` beside ``saved``, and let it arrive where it was
+        recomputed. Returns the backward's placeholder for it."""
         name = later.name
         later.name = f"{name}_recomputed"
         with self._backward.inserting_before(restored):

@@ -19,15 +19,13 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, through_views, walk
-from hot_compile.passes.base.operators import CASTS
+from hot_compile.passes.base.operators import CASTS, SIXTEEN_BITS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.bounds import sums_to_one
 from hot_compile.passes.storage.crossers import Judge, base, saved_pairs, seen_by_user
 from hot_compile.passes.storage.cut import CutEditor
 from hot_compile.passes.storage.prices import fuses
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def keep_as_multiplied(
@@ -45,7 +43,7 @@ def keep_as_multiplied(
         softmax, whole = there.args[0], again.args[0]
         if base(there) in shown or Scheme.GROUPS12 not in judge(softmax, whole).schemes:
             continue
-        freed = _freed(backward, whole, saved_pairs(forward, backward, num_fwd_outputs))
+        freed = _freed(whole, saved_pairs(forward, backward, num_fwd_outputs))
         if sum(bytes_of(saved.meta["val"]) for saved, _ in freed) < bytes_of(there.meta["val"]):
             continue
         arriving = cut.add(*freed[0], there, again)
@@ -58,18 +56,19 @@ def keep_as_multiplied(
 
 
 def _freed(
-    backward: fx.Graph, whole: fx.Node, pairs: Sequence[tuple[fx.Node, fx.Node]]
+    whole: fx.Node, pairs: Sequence[tuple[fx.Node, fx.Node]]
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Of ``pairs`` of what is saved and arrives, those that are there for ``whole`` alone."""
-    end = [backward.output_node()]
-    needed = walk(end, lambda n: n.all_input_nodes)
-    without = walk(end, lambda n: (m for m in n.all_input_nodes if m is not whole))
-    return [pair for pair in pairs if pair[1] in needed - without]
+    alone = {whole}
+    for node in sorted(walk([whole], lambda n: n.all_input_nodes), reverse=True):
+        if node.users.keys() <= alone:
+            alone.add(node)
+    return [pair for pair in pairs if pair[1] in alone]
 
 
 def _is_multiplied_softmax(node: fx.Node) -> bool:
     """The 16-bit cast of one, which a library reads."""
-    if node.target not in CASTS or node.meta["val"].dtype not in _HALVES:
+    if node.target not in CASTS or node.meta["val"].dtype not in SIXTEEN_BITS:
         return False
     (made,) = node.all_input_nodes
     return sums_to_one(made) and not any(map(fuses, through_views(node)))

@@ -20,11 +20,6 @@ def masked(scores, bias):
     return scores.float() * 0.25 + torch.where(keep, 0.0, -3e38)
 
 
-def masked_rows(scores, bias):
-    keep = torch.arange(TOKENS, device=scores.device)[:, None] % 5 > 0
-    return (scores * 0.25).float().masked_fill(~keep, float("-inf"))
-
-
 def masked_behind(p):
     """Rows that do not sum to 1."""
     return p.masked_fill(torch.arange(TOKENS, device=p.device) % 3 > 0, 0.0)
@@ -48,7 +43,7 @@ class Attention(nn.Module):
         parts = self.qkv(self.norm(x)).view(-1, TOKENS, 3, HEADS, WIDTH // HEADS)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         p = torch.softmax(self.scores(q @ k.mT, self.bias), -1, dtype=torch.float32)
-        mixed = self.read(p.nan_to_num() if self.scores is masked_rows else p).to(v.dtype) @ v
+        mixed = self.read(p).to(v.dtype) @ v
         return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 
