@@ -101,9 +101,14 @@ def _restored_nibbles(packed: Tensor, word: Tensor) -> Tensor:
 
 
 def _restored_bits(packed: Tensor) -> Tensor:
-    """bool [..., 8 * n] in the order of memory, of uint8 [..., n]."""
-    piece = torch.arange(MASK_BITS, device=packed.device).view(MASK_BITS, 1)
-    return (packed.unsqueeze(-2).to(torch.int32) >> piece & 1).to(torch.bool).flatten(-2)
+    """bool [..., groups * group * lanes] in the order of memory.
+
+    Args:
+        packed: uint8 [..., groups, group / 8, lanes].
+    """
+    piece, whole = _pieces(packed, MASK_BITS)
+    bit = _field(packed.unsqueeze(-3).to(torch.int32), piece, torch, whole, 1)
+    return bit.to(torch.bool).flatten(-4)
 
 
 def _bits_of(dtype: torch.dtype) -> int:
@@ -128,9 +133,7 @@ torch.library.register_fake("hot::restored_planes")(
 )
 torch.library.register_fake("hot::restored_nibbles")(lambda packed, word: _fake(packed, 2))
 torch.library.register_fake("hot::restored_bits")(
-    lambda packed: packed.new_empty(
-        (*packed.shape[:-1], packed.shape[-1] * MASK_BITS), dtype=torch.bool
-    )
+    lambda packed: _fake(packed, MASK_BITS, torch.bool)
 )
 
 
@@ -193,8 +196,9 @@ def lowered() -> None:
             bit = _field(ops.to_dtype(words[0], torch.int32), piece, ops, whole, 1)
             return ops.to_dtype(bit, torch.bool)
 
-        *outer, part = packed.get_size()
-        return _Place((*outer, 1), part, 1, MASK_BITS).pointwise((packed,), (), element, torch.bool)
+        *outer, groups, part, lanes = packed.get_size()
+        place = _Place((*outer, groups), part, lanes, MASK_BITS)
+        return place.pointwise((packed,), (), element, torch.bool)
 
 
 _RESTORED = "hot_restores"

@@ -74,7 +74,7 @@ class Scheme(str, Enum):
     """Min-max INT4, two to a byte; a group's bf16 scale and minimum in one 32-bit word, so that
     whoever unpacks makes one load of both."""
     BITS = "bits"
-    """A mask, eight elements to a byte. Lossless."""
+    """A mask, eight elements to a byte, one of each piece of a group. Lossless."""
 
     def __str__(self) -> str:
         return self.value
@@ -143,6 +143,6 @@ SPECS: dict[Scheme, Spec] = {
     Scheme.AROUND12: Spec(Unit.GROUP, 12, 2, 0, 0.0004, pieces=2, around=Scheme.GROUPS12),
     Scheme.AROUND8: Spec(Unit.GROUP, 8, 2, 126, 0.011, around=Scheme.GROUPS8),
     Scheme.AROUND6: Spec(Unit.GROUP, 6, 2, 30, 0.046, pieces=4, around=Scheme.GROUPS6),
-    Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0),
+    Scheme.BITS: Spec(Unit.NONE, 1, 0, 0, 0.0, pieces=8),
 }
 """Finest first, of those that meet one kind of need."""

@@ -23,7 +23,6 @@ from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.around import Sample, mean_bytes
-from hot_compile.runtime.planes import MASK_BITS
 
 log = logging.getLogger("hot_compile")
 
@@ -119,9 +118,6 @@ def _channels_last(value: Tensor, order: list[int], run: int) -> bool:
 
 def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
     """Elements that share a scale: of the first of these lengths that divides well."""
-    if scheme is Scheme.BITS:
-        run = lengths[-1]
-        return run if run > 0 and run % MASK_BITS == 0 else None
     if scheme.spec.unit is Unit.ROW:
         return lengths[0] if lengths[0] >= _SMALLEST_GROUP else None
     pieces = max(2, scheme.spec.pieces)
@@ -129,7 +125,8 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
         for group in range(min(GROUP, length), _SMALLEST_GROUP - 1, -1):
             if length % group == 0 and group % pieces == 0:
                 return group
-    return None
+    whole = lengths[-1]
+    return whole if scheme is Scheme.BITS and whole > 0 and whole % pieces == 0 else None
 
 
 def mark_channels_last(forward: fx.GraphModule) -> None:

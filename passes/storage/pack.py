@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import inductor_prims
 
 from hot_compile.passes.base.emit import Emitter, prims
-from hot_compile.passes.base.graph import CHANNEL_DIM, aten
+from hot_compile.passes.base.graph import CHANNEL_DIM, aten, strip
+from hot_compile.passes.base.operators import CASTS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.around import Sample, less_batch_mean, plus_batch_mean
 from hot_compile.passes.storage.layout import Layout, layout_of
@@ -380,15 +382,16 @@ def _as_float(emit: Emitter, bits: fx.Node) -> fx.Node:
 
 
 def _pack_bits(emit: Emitter, mask: fx.Node, layout: Layout, scheme: Scheme) -> tuple[fx.Node, ...]:
-    memory = emit.permute(mask, layout.order)
-    outer = [emit.size(memory, dim) for dim in range(layout.outer)]
-    lanes = emit(aten.view.default, memory, [*outer, MASK_BITS, layout.cut[1] // MASK_BITS])
-    bits = emit.cast(lanes, torch.uint8)
-    packed = emit(aten.select.int, bits, -2, 0)
-    for bit in range(1, MASK_BITS):
-        lane = emit(aten.select.int, bits, -2, bit)
-        shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, lane, bit)
-        packed = emit(aten.bitwise_or.Tensor, packed, shifted)
+    """A byte takes one element of each piece.
+
+    Numbers that were drawn lie in memory, four bytes each, wherever two kernels read them: of them
+    the mask is written, which the other kernel reads.
+    """
+    drawn = any(strip(n, CASTS).target is inductor_prims.random for n in mask.all_input_nodes)
+    pieces = in_pieces(emit, emit.from_memory(mask) if drawn else mask, layout, scheme)
+    packed, *others = [emit.cast(piece, torch.uint8) for piece in pieces]
+    for bit, piece in enumerate(others, 1):
+        packed = emit(aten.bitwise_or.Tensor, packed, emit(_LEFT, piece, bit))
     return (packed,)
 
 
@@ -397,9 +400,8 @@ def _unpack_bits(emit: Emitter, parts: tuple[fx.Node, ...], scheme: Scheme) -> f
     if _on_gpu(packed):
         planes.lowered()
         return emit(torch.ops.hot.restored_bits.default, packed)
-    flat = emit(aten.unsqueeze.default, packed, -1)
     shift = _iota(emit, packed, MASK_BITS, step=1)
-    return emit.cast(_field(emit, _beside(emit, flat), shift, bits=1), torch.bool)
+    return emit.cast(_field(emit, _beside(emit, packed), shift, bits=1), torch.bool)
 
 
 def _reciprocal(emit: Emitter, scale: fx.Node) -> fx.Node:

@@ -10,7 +10,7 @@ from samples_graphs import given as placeholders
 from samples_packing import AS_ON_GPU, masked_round_trip, restored, round_trip, values
 from torch import fx
 from torch._inductor import config as inductor_config
-from torch._inductor import metrics
+from torch._inductor import inductor_prims, metrics
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.schemes import Scheme
@@ -151,6 +151,21 @@ def test_bits_are_lossless(shape, seed):
     stored, y = round_trip(mask, Scheme.BITS)
     assert torch.equal(y, mask)
     assert stored[0].numel() == mask.numel() // 8
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_drawn_mask_is_written_and_no_other(cast):
+    """Else what was drawn is: four bytes an element, which a dropout's kernel has at hand."""
+    graph = fx.Graph()
+    seed, x = placeholders(graph, {"seed": ((), torch.int64), "x": ((4, 128), torch.float32)})
+    emit = Emitter(graph, graph.output(()), x)
+    drawn = emit(inductor_prims.random, [4, 128], seed, "rand")
+    drawn = emit.cast(drawn, torch.bfloat16) if cast else drawn
+    for compared, written in ((drawn, 1), (x, 0)):
+        mask = emit(torch.ops.aten.gt.Scalar, compared, 0.1)
+        packing.pack(emit, mask, Scheme.BITS)
+        read = [user.target for user in mask.users]
+        assert read.count(torch.ops.aten.as_strided.default) == written
 
 
 @pytest.mark.parametrize(
