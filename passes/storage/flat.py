@@ -7,7 +7,7 @@ backward whose rows are 384 long that were 98 instructions an element; over one 
 
 What a row is summed up for, as a softmax's backward does, goes over rows anyway: over all of them
 as one dimension. By several an element's place is another sum in each operator, and each restores
-it anew.
+it anew; so does what is worked out over one line for a kernel that goes over rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hot_compile.passes.storage.pieces import known
 _BY_PLANES: dict[Any, int] = {
     torch.ops.hot.restored_planes.default: 3,
     torch.ops.hot.restored_nibbles.default: 2,
+    torch.ops.hot.restored_bits.default: 1,
 }
 """What restores groups, and how many of its arguments are theirs."""
 _SUM = aten.sum.dim_IntList
@@ -39,7 +40,10 @@ def work_out_flat(backward: fx.Graph) -> int:
     restored = [n for n in backward.nodes if n.target in _BY_PLANES and _is_long(n)]
     made = walk(restored, _made_of)
     _cast_before_transposing([node for node in backward.nodes if node in made])
-    wholes = _rewrite(backward, walk(restored, _made_of), _as_line)
+    wholes: list[fx.Node] = []
+    for together in _made_together(restored):
+        rows = _summed_up(together)
+        wholes += _rewrite(backward, together, lambda _, shape=[-1, *rows]: shape)  # type: ignore[misc]
     regions = (walk([whole], _made_by_rows) for whole in wholes)
     summed = [region for region in regions if any(node.target is _SUM for node in region)]
     _rewrite(backward, set().union(*summed), _as_rows)
@@ -48,8 +52,23 @@ def work_out_flat(backward: fx.Graph) -> int:
     return len(restored)
 
 
-def _as_line(_: Tensor) -> list[int]:
-    return [-1]
+def _made_together(restored: list[fx.Node]) -> list[set[fx.Node]]:
+    """What is made of ``restored``, each set of one another, and of more than masks: what a mask is
+    applied to stays in the kernel that makes it, which seldom is one line's."""
+    made = walk(restored, _made_of)
+    sets: list[set[fx.Node]] = []
+    for node in restored:
+        is_mask = node.target is torch.ops.hot.restored_bits.default
+        if not is_mask and not any(node in found for found in sets):
+            sets.append(walk([node], lambda n: made & {*n.users, *n.all_input_nodes}))
+    return sets
+
+
+def _summed_up(made: Collection[fx.Node]) -> set[int]:
+    """Length of the rows that are summed up of it; empty if there are none, or several lengths."""
+    sums = (user for node in made for user in _made_by_rows(node) if user.target is _SUM)
+    lengths = {user.all_input_nodes[0].meta["val"].shape[-1] for user in sums}
+    return lengths if len(lengths) == 1 else set()
 
 
 def _as_rows(value: Tensor) -> list[int]:
@@ -62,7 +81,7 @@ def _rewrite(backward: fx.Graph, region: Collection[fx.Node], shape: Shape) -> l
     for node in [n for n in backward.nodes if n in region]:
         emit = Emitter(backward, node.next, node)
         if node.target in _BY_PLANES:
-            flat[node] = _restored(emit, node)
+            flat[node] = emit(aten.view.default, _restored(emit, node), shape(node.meta["val"]))
         elif node.target in VIEWS:
             source = node.all_input_nodes[0]
             flat[node] = flat[source] if source in flat else _flat(emit, flat, node, shape)

@@ -74,6 +74,33 @@ def softmax(emit, x, gradient):
     return [emit(aten.bmm.default, turned, emit.cast(inner, torch.bfloat16)), whole]
 
 
+def mask_of(emit, x, sizes):
+    """A restored mask, of as many elements as x."""
+    (lower,) = (node for node in x.graph.nodes if node.name == "lower")
+    packed = emit(aten.clone.default, emit(aten.slice.Tensor, lower, 1, 0, 16))
+    mask = emit(torch.ops.hot.restored_bits.default, packed)
+    return emit.cast(emit(aten.view.default, mask, sizes), torch.float32)
+
+
+def dropped_softmax(emit, x, gradient):
+    """A softmax's backward behind a dropout's, and what a product reads of both."""
+    sizes = [2, 2, ROWS // 4, WIDTH]
+    mask, g = mask_of(emit, x, sizes), emit(aten.view.default, gradient, sizes)
+    x = emit(aten.view.default, x, sizes)
+    g = emit(aten.mul.Tensor, g, emit(aten.mul.Tensor, mask, 1.25))
+    scaled = emit(aten.mul.Tensor, g, x)
+    whole = emit(aten.sum.dim_IntList, scaled, [-1], True)
+    inner = emit(aten.sub.Tensor, scaled, emit(aten.mul.Tensor, x, whole))
+    dropped = emit(aten.mul.Tensor, x, mask)
+    return [product(emit, emit(aten.view.default, n, [ROWS, WIDTH])) for n in (inner, dropped)]
+
+
+def dropped(emit, x, gradient):
+    """A dropout's backward alone."""
+    mask = mask_of(emit, x, [ROWS, WIDTH])
+    return [product(emit, emit(aten.mul.Tensor, gradient, mask))]
+
+
 def results(graph):
     draw = torch.Generator().manual_seed(0)
     planes, gradient = drawn_planes(draw), torch.randn(8, 128, generator=draw)
@@ -116,6 +143,28 @@ def test_what_sums_up_rows_goes_over_all_rows_as_one_dimension():
     assert widened.args[0].target is aten.view.default
     for got, want in zip(results(graph), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_mask_is_applied_to_goes_over_rows_with_the_softmax_behind_it():
+    graph = backward_of(dropped_softmax)
+    expected = results(graph)
+    assert work_out_flat(graph) == 2
+    graph.lint()
+    elementwise = [n for n in graph.nodes if torch.Tag.pointwise in getattr(n.target, "tags", ())]
+    shapes = {tuple(n.meta["val"].shape) for n in elementwise if n.target is not aten.clone.default}
+    assert shapes == {(ROWS, WIDTH)}
+    for got, want in zip(results(graph), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_made_of_a_mask_alone_stays():
+    graph = backward_of(dropped)
+    x = graph.find_nodes(op="call_function", target=torch.ops.hot.restored_planes.default)
+    graph.eliminate_dead_code()  # nobody reads x
+    assert x[0] not in graph.nodes
+    before = str(graph)
+    work_out_flat(graph)
+    assert str(graph) == before
 
 
 def test_nothing_is_done_on_a_cpu_or_where_nothing_is_restored():
