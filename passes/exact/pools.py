@@ -25,8 +25,8 @@ _FLATTENING = RESHAPES | {aten.clone.default}
 """They keep the order of elements."""
 _NOWHERE = -1
 """The choice of a window that does not exist."""
-_NEVER = -2
-"""What no window chooses."""
+_NEVER = -(2**20)
+"""A column that is in no row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,15 @@ class _Axis:
     @property
     def reach(self) -> range:
         """Window ``i + a`` may hold a place of the ``i``-th stride, for these ``a``."""
-        first = -((self.kernel - 1 - self.padding) // self.stride)
-        return range(first, (self.stride - 1 + self.padding) // self.stride + 1)
+        before = (self.kernel - 1 - self.padding) // self.stride
+        behind = (self.stride - 1 + self.padding) // self.stride
+        others = self.windows - 1
+        return range(-min(before, others), min(behind, others) + 1)
+
+    def positions(self, a: int) -> tuple[int, int]:
+        """The first and last of a stride's places, counted from where window ``i + a`` begins."""
+        first = self.padding - self.stride * a
+        return first, first + self.stride - 1
 
 
 def applies(index: fx.Node) -> bool:
@@ -113,7 +120,9 @@ def _replace_backward(
         if grad_output.target not in _FLATTENING | CASTS:
             return False
         grad_output = grad_output.args[0]
-    emit = Emitter(graph, backward, backward)
+    # all of it: else one dimension more would be kept of the choices, which Inductor does not lay
+    # channels last, and whoever reads them gathers bytes
+    emit = Emitter(graph, backward, backward, stays=True)
     total = _gather(emit, grad_output, offsets, axes)
     wanted = value_of(backward)
     if scattered:
@@ -125,33 +134,41 @@ def _replace_backward(
 
 
 def _gather(emit: Emitter, grad_output: fx.Node, offsets: fx.Node, axes: list[_Axis]) -> fx.Node:
-    """Sum, over the windows that may hold a place, of the gradients of those that chose it."""
-    border = [n for a in reversed(axes) for n in (-a.reach[0], a.reach[-1])]
+    """Sum, over the windows that may hold a place, of the gradients of those that chose it.
+
+    Few operations each: more than thirty, and Inductor would write each summand to memory.
+    """
     # averages of single values: Inductor writes what such windows read to memory, once
     grad_output = emit(aten.avg_pool2d.default, grad_output, [1, 1])
-    gradients = emit(aten.constant_pad_nd.default, grad_output, border, 0.0)
-    choices = emit(aten.constant_pad_nd.default, offsets, border, _NOWHERE)
     device, total = value_of(offsets).device, None
     for shift in product(*(axis.reach for axis in axes)):
-        here = emit(
-            aten.eq.Tensor, _spread(emit, choices, axes, shift), _choice(emit, axes, shift, device)
-        )
-        gradient = emit.cast(_spread(emit, gradients, axes, shift), torch.float32)
+        choices = _spread(emit, _shifted(emit, offsets, axes, shift, _NOWHERE), axes)
+        here = emit(aten.eq.Tensor, choices, _choice(emit, axes, shift, device))
+        gradients = _spread(emit, _shifted(emit, grad_output, axes, shift, 0.0), axes)
         zero = emit(aten.full.default, [], 0.0, dtype=torch.float32, device=device)
-        part = emit(aten.where.self, here, gradient, zero)
+        part = emit(aten.where.self, here, emit.cast(gradients, torch.float32), zero)
         total = part if total is None else emit(aten.add.Tensor, total, part)
     assert total is not None
     return total
 
 
-def _spread(emit: Emitter, padded: fx.Node, axes: list[_Axis], shift: tuple[int, ...]) -> fx.Node:
-    """Values of windows ``i + shift`` at all places of the ``i``-th strides."""
+def _shifted(
+    emit: Emitter, values: fx.Node, axes: list[_Axis], shift: tuple[int, ...], border: float
+) -> fx.Node:
+    """Of windows ``i + shift`` for all strides ``i``; ``border`` where there is none."""
+    if not any(shift):
+        return values
     for dim, (axis, a) in enumerate(zip(axes, shift, strict=True), start=2):
-        first = a - axis.reach[0]
-        padded = emit(aten.slice.Tensor, padded, dim, first, first + axis.windows)
-    batch, channels = emit.size(padded, 0), emit.size(padded, 1)
+        values = emit(aten.slice.Tensor, values, dim, max(0, a), axis.windows + min(0, a))
+    borders = [n for a in reversed(shift) for n in (max(0, -a), max(0, a))]
+    return emit(aten.constant_pad_nd.default, values, borders, border)
+
+
+def _spread(emit: Emitter, values: fx.Node, axes: list[_Axis]) -> fx.Node:
+    """Each window's at all places of its stride."""
+    batch, channels = emit.size(values, 0), emit.size(values, 1)
     rows, columns = axes
-    wide = emit(aten.unsqueeze.default, emit(aten.unsqueeze.default, padded, 3), 5)
+    wide = emit(aten.unsqueeze.default, emit(aten.unsqueeze.default, values, 3), 5)
     shape = [batch, channels, rows.windows, rows.stride, columns.windows, columns.stride]
     wide = emit(aten.expand.default, wide, shape)
     return emit(aten.reshape.default, wide, [batch, channels, rows.size, columns.size])
@@ -160,25 +177,29 @@ def _spread(emit: Emitter, padded: fx.Node, axes: list[_Axis], shift: tuple[int,
 def _choice(
     emit: Emitter, axes: list[_Axis], shift: tuple[int, ...], device: torch.device
 ) -> fx.Node:
-    """[H, W]: what window ``i + shift`` chose if it chose this place; ``_NEVER`` outside of it."""
-    (row, row_inside), (column, column_inside) = (
-        _within(emit, axis, a, device) for axis, a in zip(axes, shift, strict=True)
-    )
-    row, row_inside = (emit(aten.unsqueeze.default, n, 1) for n in (row, row_inside))
-    choice = emit(aten.add.Tensor, emit(aten.mul.Tensor, row, axes[1].kernel), column)
-    inside = emit(aten.logical_and.default, row_inside, column_inside)
-    fake = value_of(choice)
+    """[H, W]: what window ``i + shift`` chose if it chose this place; outside of it what no window
+    chooses: less than 0, or more than there are places.
+
+    A row outside makes it so by itself. A column outside would be one of the row beside.
+    """
+    columns = axes[1]
+    row, column = (_position(emit, axis, a, device) for axis, a in zip(axes, shift, strict=True))
+    low, high = columns.positions(shift[1])
+    fake = value_of(column)
     never = emit(aten.full.default, [], _NEVER, dtype=fake.dtype, device=device)
-    return emit(aten.where.self, inside, choice, never)
+    if low < 0:
+        inside = emit(aten.ge.Scalar, column, 0)
+        column = emit(aten.where.self, inside, column, never)
+    if high >= columns.kernel:
+        inside = emit(aten.lt.Scalar, column, columns.kernel)
+        column = emit(aten.where.self, inside, column, never)
+    row = emit(aten.mul.Tensor, emit(aten.unsqueeze.default, row, 1), columns.kernel)
+    return emit(aten.add.Tensor, row, column)
 
 
-def _within(emit: Emitter, axis: _Axis, a: int, device: torch.device) -> tuple[fx.Node, fx.Node]:
-    """Each place's position in window ``i + a``, and whether it lies inside."""
+def _position(emit: Emitter, axis: _Axis, a: int, device: torch.device) -> fx.Node:
+    """Of each place, in window ``i + a``."""
     settings = {"start": 0, "step": 1, "dtype": torch.int32, "requires_grad": False}
     places = emit(prims.iota.default, axis.size, device=device, **settings)
     position = emit(aten.remainder.Scalar, places, axis.stride)
-    position = emit(aten.add.Scalar, position, axis.padding - axis.stride * a)
-    low = emit(aten.ge.Scalar, position, 0)
-    return position, emit(
-        aten.logical_and.default, low, emit(aten.lt.Scalar, position, axis.kernel)
-    )
+    return emit(aten.add.Scalar, position, axis.positions(a)[0])

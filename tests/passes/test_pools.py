@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import absent_gpu
 import pytest
 import torch
+from forked import in_a_process
 from torch import nn
 
+from hot_compile.passes import pipeline
 from hot_compile.passes.exact import forms as exact_forms
 from hot_compile.passes.exact import pools
 from hot_compile.testing import hot_step
@@ -70,6 +73,8 @@ def check(net, image):
         ((4, 2, 1), (8, 8)),
         (((3, 2), (2, 1), (1, 0)), (8, 7)),  # columns: 6 windows over 7 places
         ((3, 1, 1), (5, 7)),
+        ((3, 2, 1), (2, 2)),  # one window, which has no neighbour
+        ((5, 1, 2), (1, 3)),
     ],
 )
 def test_gradients_are_those_of_the_pool(rewritten, window, size, channels_last):
@@ -117,3 +122,49 @@ def test_a_failure_leaves_the_pool(monkeypatch, caplog):
     torch.manual_seed(0)
     check(Pooled(nn.MaxPool2d(3, 2, 1)), torch.randn(2, 3, 8, 8))
     assert "stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("window", [(2, 2), (3, 2, 1)])
+def test_choices_cross_as_the_pool_made_them(rewritten, monkeypatch, window):
+    """In a view of more dimensions Inductor would lay them otherwise than the image."""
+    own, crossing = pipeline.mark_channels_last, []
+
+    def seen(forward):
+        (outputs,) = forward.graph.output_node().args
+        kept = [node.meta["val"] for node in outputs if isinstance(node, torch.fx.Node)]
+        crossing.extend(value.dim() for value in kept if value.dtype is torch.int8)
+        own(forward)
+
+    monkeypatch.setattr(pipeline, "mark_channels_last", seen)
+    check(Pooled(nn.MaxPool2d(*window)), torch.randn(3, 3, 8, 12))
+    assert rewritten == [1]
+    assert crossing == [4]
+
+
+class Stem(nn.Module):
+    """What reads the pool's gradient: a batch norm's sums, and once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32), POOL
+        self.last = nn.Conv2d(32, 8, 3)
+
+    def forward(self, image):
+        return self.last(self.pool(self.norm(self.conv(image)))).square().mean()
+
+
+POOL = nn.MaxPool2d(3, 2, 1)
+
+
+def readers(folder):
+    """Kernels of a GPU's backward that read which element each window chose."""
+    torch.manual_seed(0)
+    model, image = Stem(), torch.randn(16, 8, 66, 66)
+    codes = absent_gpu.codes_of(lambda: (model, lambda f: f(image)), {"min_gain": 99}, folder)
+    kernels = absent_gpu.KERNEL.findall(codes[-1])
+    return [name for name, source in kernels if "other=-1" in source]
+
+
+def test_the_sum_is_made_in_one_kernel(tmp_path):
+    """Of more operations than Inductor puts off each summand would be written to memory."""
+    assert len(in_a_process(readers, str(tmp_path))) == 1
