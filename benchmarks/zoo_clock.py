@@ -144,9 +144,10 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
 
 
 def _one(
-    name: str, device: str, fill: float, options: dict[str, Any], said: Any, all_done: Any,
-    gate: Path,
+    name: str, device: str, fill: float, dropout: bool, options: dict[str, Any], said: Any,
+    all_done: Any, gate: Path,
 ) -> None:  # fmt: skip
+    zoo_models.draws = lambda: dropout
     # a backward's kernels are tuned in a thread of its own, while the step's thread holds it
     alone = FileLock(gate, thread_local=False)
     tune(alone)
@@ -184,6 +185,7 @@ def main(
     models: Annotated[str, typer.Option(help="names, with commas")],
     device: str = "cuda",
     fill: Annotated[float, typer.Option(help="GiB that a step by eager PyTorch takes")] = 7.0,
+    dropout: Annotated[bool, typer.Option(help="as models have it, not 0")] = False,
     accept: Annotated[str, typer.Option(help="hot's option")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> list[Row]:
@@ -195,14 +197,15 @@ def main(
     said, all_done, options = context.Queue(), context.Barrier(len(names)), {"accept": accept}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            given = (name, device, fill, options, said, all_done, Path(folder) / "device.lock")
+            shared = said, all_done, Path(folder) / "device.lock"
+            given = (name, device, fill, dropout, options, *shared)
             context.Process(target=_one, args=given, daemon=True).start()
         rows = [said.get() for _ in names]
     show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
     for row in (r for r in rows if r.error or r.certificate):
         print(f"{row.name}: {row.error or row.certificate}")
     if json_file:
-        arguments = {"fill": fill, "accept": accept}
+        arguments = {"fill": fill, "dropout": dropout, "accept": accept}
         write_json(json_file, torch.device(device), arguments, list(map(asdict, rows)))
     return rows
 

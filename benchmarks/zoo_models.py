@@ -85,9 +85,14 @@ def smallest(names: list[str]) -> str:
     return min(names, key=size)
 
 
+def draws() -> bool:
+    """Models keep what is drawn anew in every forward: dropout, as in training."""
+    return False
+
+
 def still(model: nn.Module) -> nn.Module:
-    """Without what is drawn anew in every forward."""
-    for module in model.modules():
+    """To be trained; without what is drawn anew in every forward, unless models are to keep it."""
+    for module in () if draws() else model.modules():
         for name in ("drop_prob", "drop_rate", "dropout_prob", "p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
@@ -178,12 +183,13 @@ def _configured(name: str, kind: str, inputs: Callable[[Any], dict[str, Any]]) -
 
 
 def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
-    """A configuration of two layers, few experts and words, without dropout; so its parts'."""
+    """A configuration of two layers, few experts and words, ``still``; so its parts'."""
     has = {n: p.default for n, p in inspect.signature(config.__init__).parameters.items()}
     given: dict[str, Any] = {n: 2 for n in _LAYERS if isinstance(has.get(n), int)}
     given |= {n: min(8, has[n]) for n in _EXPERTS if isinstance(has.get(n), int)}
     given |= {n: min(v, has[n]) for n, v in narrower.items() if isinstance(has.get(n), int)}
-    given |= {n: 0.0 for n, v in has.items() if "drop" in n and isinstance(v, float)}
+    if not draws():
+        given |= {n: 0.0 for n, v in has.items() if "drop" in n and isinstance(v, float)}
     given |= {n: 1 for n, v in has.items() if n.endswith("_token_id") and _beyond(v)}
     if {"num_heads", "head_dim", "expand", "hidden_size"} <= has.keys():  # Mamba 2's go together
         width = given.get("hidden_size", has["hidden_size"])
