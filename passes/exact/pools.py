@@ -136,7 +136,7 @@ def _replace_backward(
 def _gather(emit: Emitter, grad_output: fx.Node, offsets: fx.Node, axes: list[_Axis]) -> fx.Node:
     """Sum, over the windows that may hold a place, of the gradients of those that chose it.
 
-    Few operations each: more than thirty, and Inductor would write each summand to memory.
+    Few operations each: of more than thirty Inductor writes each summand to memory.
     """
     # averages of single values: Inductor writes what such windows read to memory, once
     grad_output = emit(aten.avg_pool2d.default, grad_output, [1, 1])
