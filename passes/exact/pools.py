@@ -185,13 +185,12 @@ def _choice(
     columns = axes[1]
     row, column = (_position(emit, axis, a, device) for axis, a in zip(axes, shift, strict=True))
     low, high = columns.positions(shift[1])
-    fake = value_of(column)
-    never = emit(aten.full.default, [], _NEVER, dtype=fake.dtype, device=device)
-    if low < 0:
-        inside = emit(aten.ge.Scalar, column, 0)
-        column = emit(aten.where.self, inside, column, never)
-    if high >= columns.kernel:
-        inside = emit(aten.lt.Scalar, column, columns.kernel)
+    checks = [(aten.ge.Scalar, 0)] if low < 0 else []
+    checks += [(aten.lt.Scalar, columns.kernel)] if high >= columns.kernel else []
+    for check, bound in checks:
+        inside = emit(check, column, bound)
+        kind = {"dtype": value_of(column).dtype, "device": device}
+        never = emit(aten.full.default, [], _NEVER, **kind)
         column = emit(aten.where.self, inside, column, never)
     row = emit(aten.mul.Tensor, emit(aten.unsqueeze.default, row, 1), columns.kernel)
     return emit(aten.add.Tensor, row, column)

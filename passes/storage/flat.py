@@ -43,13 +43,17 @@ def work_out_flat(backward: fx.Graph) -> int:
     wholes: list[fx.Node] = []
     for together in _made_together(restored):
         rows = _summed_up(together)
-        wholes += _rewrite(backward, together, lambda _, shape=[-1, *rows]: shape)  # type: ignore[misc]
+        wholes += _rewrite(backward, together, _as([-1, *rows]))
     regions = (walk([whole], _made_by_rows) for whole in wholes)
     summed = [region for region in regions if any(node.target is _SUM for node in region)]
     _rewrite(backward, set().union(*summed), _as_rows)
     if restored:
         backward.eliminate_dead_code()
     return len(restored)
+
+
+def _as(shape: list[int]) -> Shape:
+    return lambda _: shape
 
 
 def _made_together(restored: list[fx.Node]) -> list[set[fx.Node]]:

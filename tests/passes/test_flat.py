@@ -107,30 +107,33 @@ def results(graph):
     return fx.GraphModule({}, graph)(*planes, gradient)
 
 
+def worked_out_flat(make, restored):
+    """The graph of ``make`` once ``restored`` tensors are: it gives what it gave."""
+    graph = backward_of(make)
+    expected = results(graph)
+    assert work_out_flat(graph) == restored
+    graph.lint()
+    for got, want in zip(results(graph), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    return graph
+
+
 @pytest.mark.parametrize(
     ("make", "operators"),
     [(activation, 4), (scaled, 2), (broadcast, 1), (summed, 1), (transposed, 1)],
     ids=["activation", "scaled", "broadcast", "summed", "transposed"],
 )
 def test_it_is_the_same_and_elementwise_operators_go_along_one_line(make, operators):
-    graph = backward_of(make)
-    expected = results(graph)
-    assert work_out_flat(graph) == 1
-    graph.lint()
+    graph = worked_out_flat(make, 1)
     (restored,) = graph.find_nodes(op="call_function", target=torch.ops.hot.restored_planes.default)
     assert restored.args[0].meta["val"].shape == (16, 32, 1)
     line = [n for n in graph.nodes if n.op == "call_function" and n.meta["val"].dim() == 1]
     line = [n for n in line if torch.Tag.pointwise in n.target.tags]
     assert len(line) == operators
-    for got, want in zip(results(graph), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_sums_up_rows_goes_over_all_rows_as_one_dimension():
-    graph = backward_of(softmax)
-    expected = results(graph)
-    assert work_out_flat(graph) == 1
-    graph.lint()
+    graph = worked_out_flat(softmax, 1)
     elementwise = [n for n in graph.nodes if torch.Tag.pointwise in getattr(n.target, "tags", ())]
     assert {n.meta["val"].dim() for n in elementwise} <= {1, 2}
     (total,) = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
@@ -141,20 +144,13 @@ def test_what_sums_up_rows_goes_over_all_rows_as_one_dimension():
     casts = [n for n in elementwise if n.target is torch.ops.prims.convert_element_type.default]
     (widened,) = [n for n in casts if n.args[1] is torch.float32]
     assert widened.args[0].target is aten.view.default
-    for got, want in zip(results(graph), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_a_mask_is_applied_to_goes_over_rows_with_the_softmax_behind_it():
-    graph = backward_of(dropped_softmax)
-    expected = results(graph)
-    assert work_out_flat(graph) == 2
-    graph.lint()
+    graph = worked_out_flat(dropped_softmax, 2)
     elementwise = [n for n in graph.nodes if torch.Tag.pointwise in getattr(n.target, "tags", ())]
     shapes = {tuple(n.meta["val"].shape) for n in elementwise if n.target is not aten.clone.default}
     assert shapes == {(ROWS, WIDTH)}
-    for got, want in zip(results(graph), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_is_made_of_a_mask_alone_stays():

@@ -146,14 +146,15 @@ class Stem(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.pool = nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32), POOL
-        self.last = nn.Conv2d(32, 8, 3)
+        self.conv, self.norm, self.last = (
+            nn.Conv2d(8, 32, 3),
+            nn.BatchNorm2d(32),
+            nn.Conv2d(32, 8, 3),
+        )
+        self.pool = nn.MaxPool2d(3, 2, 1)
 
     def forward(self, image):
         return self.last(self.pool(self.norm(self.conv(image)))).square().mean()
-
-
-POOL = nn.MaxPool2d(3, 2, 1)
 
 
 def readers(folder):
