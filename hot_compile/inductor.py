@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from .config import OBJECTS, option_names
 from .errors import OptionError, PassDisabledError
 from .passes.pipeline import sources_hash
+from .passes.storage.layout import CHANNELS_LAST
 from .runtime.native.providers import runtime_version
 
 _DISABLING = "use_joint_graph_passes"
@@ -65,8 +66,10 @@ def keyed_by_graph(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(inner_compile)
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        with inductor_config.patch(joint_custom_pre_pass=Ran(), custom_partitioner_fn=None):
-            return inner_compile(*args, **kwargs)
+    def lowered(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        passes = {"joint_custom_pre_pass": Ran(), "custom_partitioner_fn": None}
+        layout = {"force_layout_optimization": True} if CHANNELS_LAST in gm.meta else {}
+        with inductor_config.patch({**passes, **layout}):
+            return inner_compile(gm, *args, **kwargs)
 
     return lowered

@@ -61,7 +61,7 @@ from hot_compile.passes.storage.crossers import Crosser, Judge, base, crossers, 
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.flat import work_out_flat
 from hot_compile.passes.storage.kept_inputs import keep_inputs
-from hot_compile.passes.storage.layout import mark_channels_last
+from hot_compile.passes.storage.layout import lay_images
 from hot_compile.passes.storage.pieces import (
     join_part_by_part,
     restore_once_where_read_apart,
@@ -260,8 +260,7 @@ class Partitioned:
 
 
 def _layouts(cut: Partitioned) -> int:
-    mark_channels_last(cut.forward)
-    return 0
+    return lay_images(cut.forward, cut.backward, cut.plan is not None)
 
 
 def _inputs(cut: Partitioned) -> int:

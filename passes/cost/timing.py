@@ -81,7 +81,7 @@ def measure(device: torch.device, table: Rates) -> Rates:
     Raises:
         RuntimeError: the device could not do it, for want of memory among others.
     """
-    with _undisturbed(device):
+    with undisturbed(device):
         host, start = _calls(device)
         called = dataclasses.replace(table, launch=host, start=start)
         jobs = _jobs(device, called)
@@ -89,7 +89,7 @@ def measure(device: torch.device, table: Rates) -> Rates:
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Nothing of what surrounds a compilation reaches the operators: fake tensors, autocast."""
     plain = torch.autocast(device.type, enabled=False)
     here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -120,12 +120,12 @@ def _round(call: Call, device: torch.device) -> float:
         began = time.perf_counter()
         call()
         return time.perf_counter() - began
-    once = _between_events(call, _CALLS, device) / _CALLS
+    once = between_events(call, _CALLS, device) / _CALLS
     calls = max(_CALLS, round(_SUSTAINED / once))
-    return _between_events(call, calls, device, before=calls) / calls
+    return between_events(call, calls, device, before=calls) / calls
 
 
-def _between_events(
+def between_events(
     call: Call, times: int, device: torch.device, *, before: int = 0, pause: int = 0
 ) -> float:
     """Seconds that a GPU works on ``times`` calls in a row.
@@ -199,7 +199,7 @@ def _jobs(device: torch.device, table: Rates) -> list[Job]:
     return jobs + [_convolution(device, dtype) for dtype in table.convolution]
 
 
-def _random(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+def random_numbers(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
     """Numbers of a generator of our own: a GPU's clock depends on what it multiplies."""
     own = torch.Generator(device).manual_seed(0)
     if dtype in (torch.int8, torch.uint8):
@@ -213,7 +213,7 @@ def _exact(device: torch.device, name: str, m: int, n: int, k: int) -> Job:
     dtype = torch.float32 if name == "tfloat32" else getattr(torch, name)
 
     def make() -> Call:
-        a, b = _random(device, dtype, m, k), _random(device, dtype, n, k).t()
+        a, b = random_numbers(device, dtype, m, k), random_numbers(device, dtype, n, k).t()
         if dtype is not torch.float32 or device.type != "cuda":
             return lambda: aten.mm.default(a, b)
         precision = "tf32" if name == "tfloat32" else "ieee"
@@ -242,7 +242,7 @@ def _integer(device: torch.device, m: int, n: int, k: int, packed: bool) -> Job:
     dtype, width = (torch.uint8, k // 2) if packed else (torch.int8, k)
 
     def make() -> Call:
-        a, b = _random(device, dtype, m, width), _random(device, dtype, n, width)
+        a, b = random_numbers(device, dtype, m, width), random_numbers(device, dtype, n, width)
         scales = (torch.ones(rows, device=device, dtype=torch.float32) for rows in (m, n))
         args = (a, b, *scales, None, None, _wide(device))
         return lambda: hot.scaled_int_mm.default(*args)
@@ -268,7 +268,7 @@ def _operator(
     dtype = _wide(device)
 
     def make() -> Call:
-        x = _random(device, dtype, rows, columns)
+        x = random_numbers(device, dtype, rows, columns)
         return lambda: op(x, *args)
 
     sized = Sized([], *map(sympy.Integer, (rows, columns, dtype.itemsize)))
@@ -301,7 +301,7 @@ def _convolution(device: torch.device, name: str) -> Job:
     no = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
 
     def make() -> Call:
-        x, weight = _random(device, dtype, *_IMAGE), _random(device, dtype, *_KERNEL)
+        x, weight = random_numbers(device, dtype, *_IMAGE), random_numbers(device, dtype, *_KERNEL)
         return lambda: aten.convolution_backward.default(x, x, weight, None, *no)
 
     products = 2 * 2.0 * batch * math.prod(size) * outputs * math.prod(_KERNEL[1:])
@@ -319,7 +319,7 @@ def _calls(device: torch.device) -> tuple[float, float]:
     if device.type != "cuda":
         return host, 0.0
     # queued behind a pause, it does not wait for the host
-    queued = [_between_events(call, _TINY_CALLS, device, pause=_PAUSE) for _ in range(_ROUNDS)]
+    queued = [between_events(call, _TINY_CALLS, device, pause=_PAUSE) for _ in range(_ROUNDS)]
     return host, min(queued) / _TINY_CALLS
 
 

@@ -162,16 +162,26 @@ def agreed(path: Path, mine: Rates | None) -> Rates | None:
     """What all processes of a job take for one kind of device: what the first to ask had.
 
     All of them must come to one plan, though a file may be on one host only, or be written just
-    now. It is told through the job's store, not by a collective: not every process compiles.
+    now.
     """
-    said = json.dumps(None if mine is None else dataclasses.asdict(mine))
+    found = first_said(path.name, None if mine is None else dataclasses.asdict(mine))
+    return None if found is None else Rates(**found)
+
+
+def first_said(name: str, mine: Any) -> Any:
+    """What the first of a job's processes had of ``name``; alone: ``mine``. JSON can hold it.
+
+    It is told through the job's store, not by a collective: not every process compiles. None, with
+    a warning, where the store does not answer.
+    """
+    if not in_job():
+        return mine
     try:
         store = distributed.distributed_c10d._get_default_store()
-        first = store.compare_set(f"hot_compile/rates/{path.name}", "", said)
+        first = store.compare_set(f"hot_compile/rates/{name}", "", json.dumps(mine))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         log.warning(
             "hot: processes cannot agree on measured rates, the table's are used: %s", error
         )
         return None
-    found = json.loads(first)
-    return None if found is None else Rates(**found)
+    return json.loads(first)

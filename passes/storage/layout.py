@@ -16,16 +16,20 @@ import logging
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, strip
 from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.cost.images import channels_last_wins
 from hot_compile.passes.storage.around import Sample, mean_bytes
 
 log = logging.getLogger("hot_compile")
 
+CHANNELS_LAST = "hot_lays_images_channels_last"
+"""What ``GraphModule.meta`` holds of a forward that Inductor is to lay so, against its rules."""
 _MARK = "hot_channels_last"
 GROUP = 128
 """Elements that share a scale, at most."""
@@ -129,16 +133,29 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
     return whole if scheme is Scheme.BITS and whole > 0 and whole % pieces == 0 else None
 
 
-def mark_channels_last(forward: fx.GraphModule) -> None:
-    """Note convolutions' outputs, the images made of them, and copies that convolutions read, if
-    Inductor changes layouts here."""
+def lay_images(forward: fx.GraphModule, backward: fx.GraphModule, may_force: bool) -> int:
+    """Note which images will lie channels last; 1 if Inductor is made to lay them so.
+
+    It decides by rules of its own. Where those say no and it ``may_force`` it, convolutions are
+    timed, and ``forward`` is marked for ``hot_compile.inductor`` if they are faster so.
+    """
     try:
         changes = GraphLowering.decide_layout_opt(forward, is_inference=False)
     except Exception:  # not a stable interface; strides are then taken as they are
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
-        return
-    if not changes:
-        return
+        return 0
+    nodes = [*forward.graph.nodes, *backward.graph.nodes]
+    asked = may_force and inductor_config.layout_optimization and not changes
+    forced = asked and channels_last_wins(nodes)
+    if forced:
+        forward.meta[CHANNELS_LAST] = True
+    if changes or forced:
+        _mark_images(forward)
+    return int(forced)
+
+
+def _mark_images(forward: fx.GraphModule) -> None:
+    """Note convolutions' outputs, the images made of them, and copies that convolutions read."""
     convolutions = forward.graph.find_nodes(op="call_function", target=aten.convolution.default)
     read = {strip(node.args[0], CASTS) for node in convolutions}
     for node in forward.graph.nodes:

@@ -55,11 +55,12 @@ def marked(monkeypatch, net, image, **options):
     """The nodes that are taken for channels last."""
     found = []
 
-    def spy(forward):
-        layouts.mark_channels_last(forward)
+    def spy(forward, *others):
+        forced = layouts.lay_images(forward, *others)
         found.extend(n for n in forward.graph.nodes if layouts._MARK in n.meta)
+        return forced
 
-    monkeypatch.setattr("hot_compile.passes.pipeline.mark_channels_last", spy)
+    monkeypatch.setattr("hot_compile.passes.pipeline.lay_images", spy)
     _, (graph,) = hot_step(net, image, options={**OPTIONS, **options})
     return found, graph
 

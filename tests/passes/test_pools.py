@@ -127,15 +127,15 @@ def test_a_failure_leaves_the_pool(monkeypatch, caplog):
 @pytest.mark.parametrize("window", [(2, 2), (3, 2, 1)])
 def test_choices_cross_as_the_pool_made_them(rewritten, monkeypatch, window):
     """In a view of more dimensions Inductor would lay them otherwise than the image."""
-    own, crossing = pipeline.mark_channels_last, []
+    own, crossing = pipeline.lay_images, []
 
-    def seen(forward):
+    def seen(forward, *others):
         (outputs,) = forward.graph.output_node().args
         kept = [node.meta["val"] for node in outputs if isinstance(node, torch.fx.Node)]
         crossing.extend(value.dim() for value in kept if value.dtype is torch.int8)
-        own(forward)
+        return own(forward, *others)
 
-    monkeypatch.setattr(pipeline, "mark_channels_last", seen)
+    monkeypatch.setattr(pipeline, "lay_images", seen)
     check(Pooled(nn.MaxPool2d(*window)), torch.randn(3, 3, 8, 12))
     assert rewritten == [1]
     assert crossing == [4]

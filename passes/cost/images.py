@@ -1,0 +1,150 @@
+"""Whether a graph's convolutions are faster with images channels last, timed on its device.
+
+Inductor says no to a whole graph in which one convolution has groups of several channels, or half
+as many outputs as inputs, by figures of 2023. cuDNN's half-precision kernels want channels last:
+what lies otherwise they turn round, before and behind each call (19 of the 43 ms of a RegNet's
+step on an H200).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from hot_compile.passes.base.files import write_whole
+from hot_compile.passes.base.graph import IMAGE_DIMS
+from hot_compile.passes.cost import tuned
+from hot_compile.passes.cost.timing import between_events, random_numbers, undisturbed
+
+log = logging.getLogger("hot_compile")
+aten = torch.ops.aten
+
+GAIN = 0.95
+"""What channels last must take at most of the other layout's time: what is not a convolution may
+be slower by it."""
+_MOST = 12
+"""Kinds of calls that are timed: those with the most products."""
+_ROUNDS, _CALLS = 3, 3
+_OPERANDS: Mapping[Any, int] = {
+    aten.convolution.default: 2,
+    aten.convolution_backward.default: 3,
+}
+"""How many tensors lead a call's arguments, x and the weight last; a bias comes behind them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Calls of one operator with operands of the same shapes."""
+
+    target: Any
+    shapes: tuple[tuple[int, ...], ...]
+    """Of grad_output, in a backward; of x [B, C, H, W]; of the weight."""
+    dtype: torch.dtype
+    rest: tuple[Any, ...]
+    """Its arguments behind the bias, which takes no time."""
+    products: int
+    """Multiplications of a call."""
+
+
+def channels_last_wins(nodes: Iterable[fx.Node]) -> bool:
+    """The convolutions among ``nodes`` are faster so, all of them together, on their one GPU.
+
+    What was found is kept in a file that every later process heeds, so that a script comes to one
+    layout whenever it runs; processes of a job heed the first of them. False, too, where they
+    cannot be timed: elsewhere than on a GPU, of sizes that change, signals and volumes among them.
+    """
+    convolutions = [node for node in nodes if node.target in _OPERANDS]
+    devices = {node.args[0].meta["val"].device for node in convolutions}  # type: ignore[union-attr]
+    kinds = [_kind(node) for node in convolutions]
+    counts = collections.Counter(kind for kind in kinds if kind is not None)
+    if {device.type for device in devices} != {"cuda"} or len(devices) > 1 or None in kinds:
+        return False
+    dearest = sorted(counts, key=lambda kind: -counts[kind] * kind.products)[:_MOST]
+    return _wins(tuple((kind, counts[kind]) for kind in dearest), devices.pop())
+
+
+def _kind(node: fx.Node) -> Kind | None:
+    """None for what cannot be timed."""
+    args: Any = node.args
+    lead = _OPERANDS[node.target]
+    operands = [operand.meta["val"] for operand in args[:lead]]
+    shapes = tuple(tuple(operand.shape) for operand in operands)
+    rest = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[lead + 1 :])
+    sizes = itertools.chain(*shapes, *(arg for arg in rest if isinstance(arg, tuple)))
+    if len(shapes[-1]) != IMAGE_DIMS or not all(isinstance(size, int) for size in sizes):
+        return None
+    *geometry, last = rest
+    if node.target is aten.convolution.default:
+        output, wanted = node.meta["val"], 1
+    else:
+        output, wanted = operands[0], sum(last[:2])
+        rest = (*geometry, (*last[:2], False))
+    transposed = rest[3]
+    small = shapes[-2] if transposed else output.shape
+    products = wanted * math.prod(small) * math.prod(shapes[-1][1:])
+    return Kind(node.target, shapes, operands[0].dtype, rest, products)
+
+
+@cache
+def _wins(counted: tuple[tuple[Kind, int], ...], device: torch.device) -> bool:
+    """What every process finds, asked for once by each."""
+    cudnn = torch.backends.cudnn
+    flags = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+    identity = repr((tuned.identity_of(device), flags, counted))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    path = tuned.rates_folder() / f"images-{digest}.json"
+    mine = _kept(path)
+    if mine is None and (mine := _timed(counted, device)):
+        with contextlib.suppress(OSError):  # the next process times them once more
+            write_whole(path, json.dumps(mine))
+    found = tuned.first_said(path.stem, mine)
+    return found is not None and found[1] < GAIN * found[0]
+
+
+def _kept(path: Path) -> list[float] | None:
+    """What an earlier process found, if that can be read."""
+    try:
+        plain, last = json.loads(path.read_text())
+        return [float(plain), float(last)]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _timed(counted: Sequence[tuple[Kind, int]], device: torch.device) -> list[float] | None:
+    """Seconds of these calls with images channels first and channels last; None: it failed."""
+    layouts = torch.contiguous_format, torch.channels_last
+    try:
+        with undisturbed(device):
+            return [
+                sum(count * _best(kind, device, layout) for kind, count in counted)
+                for layout in layouts
+            ]
+    except RuntimeError:
+        log.debug("hot: convolutions' layouts could not be timed", exc_info=True)
+        return None
+
+
+def _best(kind: Kind, device: torch.device, layout: torch.memory_format) -> float:
+    """Seconds of a call with operands of that layout."""
+    made = (random_numbers(device, kind.dtype, *shape) for shape in kind.shapes)
+    operands = [tensor.contiguous(memory_format=layout) for tensor in made]
+
+    def call() -> None:
+        kind.target(*operands, None, *kind.rest)
+
+    # the first of a shape may look for an algorithm
+    rounds = (between_events(call, _CALLS, device, before=_CALLS) for _ in range(_ROUNDS))
+    return min(rounds) / _CALLS
