@@ -23,17 +23,10 @@ from hot_compile.passes.context import Context
 from hot_compile.passes.measure.observe import Observation, observe_stored, unobserved
 from hot_compile.passes.measure.stored import fed_by
 from hot_compile.passes.option_warnings import check_peak, idle_bits, tell, unmet_budget, unmet_peak
-from hot_compile.passes.pipeline import (
-    CROSSING,
-    HEADS,
-    JOINT,
-    OBSERVED,
-    PARTITIONED,
-    Joint,
-    Partitioned,
-)
+from hot_compile.passes.pipeline import CROSSING, HEADS, JOINT, OBSERVED, PARTITIONED
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.spared_work import spare_work
+from hot_compile.passes.stages import Joint, Partitioned
 from hot_compile.passes.storage.crossers import saved_pairs
 from hot_compile.passes.storage.fit_budget import (
     Allowance,

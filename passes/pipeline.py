@@ -10,26 +10,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from torch import fx
 
 from hot_compile.config import Memory
 from hot_compile.passes.base.schemes import Scheme
-from hot_compile.passes.base.site import Site
 from hot_compile.passes.base.steps import Step
-from hot_compile.passes.context import Context
 from hot_compile.passes.exact.attention import lay_out_alike
 from hot_compile.passes.exact.casts import cast_together, count_together
-from hot_compile.passes.exact.forms import Candidate, candidates, take
+from hot_compile.passes.exact.forms import candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
+from hot_compile.passes.exact.image_gradients import lay_as_images
 from hot_compile.passes.exact.kernels import keep_themselves
 from hot_compile.passes.exact.scalars import scale_behind
 from hot_compile.passes.forward.rewrite import rewrite_forwards
-from hot_compile.passes.head.plan import HeadDecision
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import match
 from hot_compile.passes.layers.rewrite import rewrite
@@ -43,9 +38,10 @@ from hot_compile.passes.option_warnings import (
     tell,
     unfit_heads,
 )
-from hot_compile.passes.plan import Plan, Prices, plan
+from hot_compile.passes.plan import plan
 from hot_compile.passes.profile.lqs import storage_verdict
 from hot_compile.passes.profile.profile import StorageMeasure
+from hot_compile.passes.stages import Joint, Partitioned
 from hot_compile.passes.storage.advance import advance
 from hot_compile.passes.storage.allowed import seconds_allowed
 from hot_compile.passes.storage.choose import (
@@ -57,11 +53,11 @@ from hot_compile.passes.storage.choose import (
     worth_it,
 )
 from hot_compile.passes.storage.copies import copies_first, merge_copies
-from hot_compile.passes.storage.crossers import Crosser, Judge, base, crossers, saved_pairs
+from hot_compile.passes.storage.crossers import Crosser, base, crossers, saved_pairs
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.flat import work_out_flat
 from hot_compile.passes.storage.kept_inputs import keep_inputs
-from hot_compile.passes.storage.layout import lay_images
+from hot_compile.passes.storage.layout import is_marked, lay_images
 from hot_compile.passes.storage.pieces import (
     join_part_by_part,
     restore_once_where_read_apart,
@@ -70,7 +66,7 @@ from hot_compile.passes.storage.pieces import (
 from hot_compile.passes.storage.predicted_peak import Rise, Room
 from hot_compile.passes.storage.prices import StoragePrice, rows_seconds
 from hot_compile.passes.storage.probabilities import keep_as_multiplied
-from hot_compile.passes.storage.step_time import StepTime, step_time
+from hot_compile.passes.storage.step_time import step_time
 from hot_compile.passes.storage.store import store
 
 log = logging.getLogger("hot_compile")
@@ -86,21 +82,6 @@ def sources_hash() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@dataclasses.dataclass
-class Joint:
-    """What the steps on a joint graph hand on."""
-
-    context: Context
-    graph: fx.Graph
-    heads: tuple[HeadDecision, ...] = ()
-    sites: list[Site] = dataclasses.field(default_factory=list)
-    found: list[Candidate] = dataclasses.field(default_factory=list)
-    prices: Prices = dataclasses.field(default_factory=dict)
-    step: StepTime | None = None
-    """About what a step takes as it comes, where storing is to be measured against that."""
-    plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
 
 
 def _duration(joint: Joint) -> int:
@@ -197,70 +178,9 @@ def _observe(joint: Joint) -> int:
     return len(joint.sites)
 
 
-@dataclasses.dataclass
-class Partitioned:
-    """What the steps on a partitioned graph hand on."""
-
-    context: Context
-    plan: Plan | None
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    num_fwd_outputs: int
-    found: list[Crosser] = dataclasses.field(default_factory=list)
-    chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
-    hosted: frozenset[Crosser] = frozenset()
-    """What waits for the backward in host memory, as it is stored."""
-    seconds: dict[Crosser, float | None] = dataclasses.field(default_factory=dict)
-    """Predicted for each of ``chosen`` and ``hosted``."""
-    stored: dict[Crosser, Any] = dataclasses.field(default_factory=dict)
-    names: dict[Crosser, str] = dataclasses.field(default_factory=dict)
-    """What profiles and options call ``found``."""
-    asked: dict[Crosser, Asked] = dataclasses.field(default_factory=dict)
-    """How options, or a monitor, want some of ``found`` stored."""
-    too_dear: Set[Crosser] = frozenset()
-    """What could be stored and is not, for the time it would take."""
-    verdicts: dict[Crosser, str] = dataclasses.field(default_factory=dict)
-    """What was measured of some of ``found``, and who asked for their bits, in words."""
-    fit: Fit | None = None
-    """Where there is a budget of the step's peak: how the graph was cut to stay within it."""
-    met: BudgetReport | None = None
-    """How that is met, as predicted."""
-    step: StepTime | None = None
-    """About what a step takes as it comes, where storing is to be measured against that."""
-    spent: float = 0.0
-    """Seconds of what storing may take that making again takes."""
-    by_user: bool = False
-    """What is made again is what the user wants: by a partitioner or a budget of torch's."""
-
-    @property
-    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
-        """Of the forward and of the backward."""
-        return self.forward.graph, self.backward.graph
-
-    @property
-    def named(self) -> dict[str, fx.Graph]:
-        """The graphs by the names that reports have for them."""
-        return dict(zip(("forward", "backward"), self.graphs, strict=True))
-
-    @property
-    def stores(self) -> bool:
-        """Something may be stored compressed: the graph has layers, and the user wants it."""
-        return self.plan is not None and self.context.config.memory is not Memory.OFF
-
-    @property
-    def fits(self) -> bool:
-        """It is within a budget of the step's peak as it is."""
-        return self.fit is not None and not self.fit.stores
-
-    def judge(self) -> Judge:
-        """What says of the graphs, as they are now, which tensors tolerate rounding."""
-        config = self.context.config
-        seen = not self.context.captured
-        return Judge(*self.graphs, self.context.inputs, config.memory_min_bytes, seen)
-
-
 def _layouts(cut: Partitioned) -> int:
-    return lay_images(cut.forward, cut.backward, cut.plan is not None)
+    """A norm's sums take two kernels for one so: not where the host is waited for."""
+    return lay_images(cut.forward, cut.backward, cut.forms and not cut.waits)
 
 
 def _inputs(cut: Partitioned) -> int:
@@ -299,8 +219,8 @@ def _stored_for_sure(cut: Partitioned) -> bool:
 
     With "free" or "auto": if the time to spend pays for storing all as the cheapest, norms, are.
     """
-    config, waits = cut.context.config, cut.step is not None and cut.step.waits_for_host
-    if cut.plan is None or waits or config.has_budget or config.memory is Memory.PAPER:
+    config = cut.context.config
+    if cut.plan is None or cut.waits or config.has_budget or config.memory is Memory.PAPER:
         return False
     if config.memory is not Memory.FREE and cut.step is None:
         return True  # whatever it takes
@@ -318,8 +238,7 @@ def _crossers(cut: Partitioned) -> int:
 
 def _plan_storage(cut: Partitioned) -> int:
     if cut.plan is not None and (cut.stores or cut.fit is not None):
-        by_launch = cut.step is not None and cut.step.waits_for_host
-        config, price = cut.context.config, cut.context.storage_prices(cut.found, by_launch)
+        config, price = cut.context.config, cut.context.storage_prices(cut.found, cut.waits)
         cut.names = _names(cut)
         measured = _measured(cut)
         cut.asked = _asked(cut, measured)
@@ -437,16 +356,20 @@ def _pieces(cut: Partitioned) -> int:
 
 
 def _casts(cut: Partitioned) -> int:
-    if cut.plan is None or not cut.context.config.exact_forms:
+    if not cut.forms:
         return 0
     return sum(map(cast_together, cut.graphs)) + count_together(cut.forward.graph)
 
 
 def _scalars(cut: Partitioned) -> int:
-    waits = cut.step is not None and cut.step.waits_for_host
-    if waits or cut.plan is None or not cut.context.config.exact_forms:
+    if cut.waits or not cut.forms:
         return 0
     return scale_behind(cut.backward.graph, cut.context.rates)
+
+
+def _gradients(cut: Partitioned) -> int:
+    last = cut.forms and any(map(is_marked, cut.forward.graph.nodes))
+    return lay_as_images(cut.backward.graph) if last else 0
 
 
 def _kernels(cut: Partitioned) -> int:
@@ -490,6 +413,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("sums", lambda cut: add_as_made(cut.backward.graph), changes=True),
     Step("casts", _casts, changes=True),
     Step("scalars", _scalars, changes=True),
+    Step("gradients", _gradients, changes=True),
     Step("attention", lambda cut: lay_out_alike(cut.backward.graph), changes=True),
     Step("kernels", _kernels, changes=True),
 )

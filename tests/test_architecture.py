@@ -192,7 +192,7 @@ ELSEWHERE = {
     "test_calibration": "observing/collector profile/profile",
     "test_acceptance": "observing/eager base/files",
     "test_stretches": "observing/draws",
-    "test_backend": "inspect context inductor",
+    "test_backend": "inspect context inductor passes/stages",
     "test_certificate": "observing/evidence",
     "test_raising": "observing/gauge",
     "test_monitor": "observing/watching",

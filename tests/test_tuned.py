@@ -264,9 +264,11 @@ class TestCommand:
         assert "never measured" in said.output
 
     def test_forgets(self, rates_folder):
-        path = tuned.save(CPU, OURS)
-        assert "removed" in invoke("--reset").output
+        path, layout = tuned.save(CPU, OURS), tuned.path_of(CPU, "-images-0")
+        layout.write_text("[2, 1]")
+        assert invoke("--reset").output.count("removed") == 2
         assert not path.exists()
+        assert not layout.exists()
         assert "nothing was kept" in invoke("--reset").output
 
     @pytest.mark.parametrize(

@@ -86,11 +86,14 @@ def show_json(found: Sequence[torch.device]) -> None:
 
 
 def reset(device: torch.device) -> None:
-    """Forget what was measured."""
-    path = tuned.path_of(device)
-    said = f"removed {path}" if path.exists() else "nothing was kept"
-    path.unlink(missing_ok=True)
-    Console(highlight=False).print(Text(f"{device}: {said}"), soft_wrap=True)
+    """Forget what was measured, layouts of images included."""
+    path, layouts = tuned.path_of(device), tuned.path_of(device, "-images-*")
+    kept = [path] * path.exists() + sorted(layouts.parent.glob(layouts.name))
+    said = "\n".join(f"{device}: removed {path}" for path in kept)
+    for path in kept:
+        path.unlink(missing_ok=True)
+    text = Text(said or f"{device}: nothing was kept")
+    Console(highlight=False).print(text, soft_wrap=True)
 
 
 def _table(device: torch.device, rates: Rates | None) -> PlainTable:

@@ -63,12 +63,12 @@ def identity_of(device: torch.device) -> dict[str, Any]:
     }
 
 
-def path_of(device: torch.device) -> Path:
-    """Where the rates of ``device`` are, or will be."""
+def path_of(device: torch.device, what: str = "") -> Path:
+    """Where the rates of ``device`` are, or will be; or ``what`` else was timed on it."""
     identity = identity_of(device)
     digest = hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:16]
     name = re.sub(r"[^a-z0-9]+", "-", identity["device"].lower()).strip("-")
-    return rates_folder() / f"{name}-{digest}.json"
+    return rates_folder() / f"{name}-{digest}{what}.json"
 
 
 def save(device: torch.device, rates: Rates) -> Path:

@@ -1,5 +1,6 @@
 """Images lie channels last where that was timed to be faster, whatever Inductor's rules say."""
 
+import json
 import re
 from unittest.mock import patch
 
@@ -36,6 +37,12 @@ def graph_of(device="cuda", *, groups=1, transposed=False, size=(4, 32, 16, 16))
     return list(graph.nodes)
 
 
+def wins(nodes, here=True):
+    """What is asked for where a GPU is here; fake tensors look for one as they are made."""
+    with patch("torch.cuda.is_available", lambda: here):
+        return images.channels_last_wins(nodes)
+
+
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
     """Seconds of a call of each kind by layout, and what was timed."""
@@ -49,8 +56,7 @@ def clock(monkeypatch, tmp_path):
 
     monkeypatch.setattr(images, "_best", best)
     monkeypatch.setattr(images, "undisturbed", lambda device: patch.dict({}))
-    monkeypatch.setattr(tuned, "rates_folder", lambda: tmp_path)
-    monkeypatch.setattr(tuned, "identity_of", lambda device: {"device": str(device)})
+    monkeypatch.setattr(tuned, "path_of", lambda device, what: tmp_path / f"gpu{what}.json")
     images._wins.cache_clear()
     yield spent, timed
     images._wins.cache_clear()
@@ -58,7 +64,7 @@ def clock(monkeypatch, tmp_path):
 
 def test_each_kind_is_timed_once_and_counts_as_often_as_it_is_called(clock):
     _, timed = clock
-    assert images.channels_last_wins(graph_of())
+    assert wins(graph_of())
     forward, backward = dict.fromkeys(timed)
     assert len(timed) == 4
     assert forward.target is aten.convolution.default
@@ -69,53 +75,58 @@ def test_each_kind_is_timed_once_and_counts_as_often_as_it_is_called(clock):
 
 def test_the_dearest_are_timed(clock, monkeypatch):
     monkeypatch.setattr(images, "_MOST", 1)
-    assert images.channels_last_wins([*graph_of(size=(1, 32, 4, 4)), *graph_of()])
+    assert wins([*graph_of(size=(1, 32, 4, 4)), *graph_of()])
     assert {kind.shapes[0] for kind in clock[1]} == {(4, 32, 16, 16)}
 
 
 def test_products_of_a_transposed_convolution_are_those_of_its_small_side(clock):
-    images.channels_last_wins(graph_of(transposed=True, groups=2))
+    wins(graph_of(transposed=True, groups=2))
     assert clock[1][0].products == 4 * 32 * 16 * 16 * 16 * 9
 
 
-@pytest.mark.parametrize(("last", "wins"), [(1.0, True), (1.95, False), (2.0, False)])
-def test_what_is_hardly_faster_is_left(clock, last, wins):
+@pytest.mark.parametrize(("last", "faster"), [(1.0, True), (1.85, False), (2.0, False)])
+def test_what_is_hardly_faster_is_left(clock, last, faster):
     clock[0][LAST] = last
-    assert images.channels_last_wins(graph_of()) == wins
+    assert wins(graph_of()) == faster
 
 
 def test_a_later_process_heeds_what_was_found(clock):
     spent, timed = clock
-    assert images.channels_last_wins(graph_of())
+    assert wins(graph_of())
     spent[LAST] = 9.0
     images._wins.cache_clear()
-    assert images.channels_last_wins(graph_of())
+    assert wins(graph_of())
     assert len(timed) == 4
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '["a", "b"]'])
 def test_a_file_that_is_none_of_ours_counts_as_not_there(clock, tmp_path, content):
-    images.channels_last_wins(graph_of())
-    (path,) = tmp_path.glob("images-*.json")
+    wins(graph_of())
+    (path,) = tmp_path.glob("*-images-*.json")
     path.write_text(content)
     images._wins.cache_clear()
-    assert images.channels_last_wins(graph_of())
+    assert wins(graph_of())
     assert len(clock[1]) == 8
 
 
 def test_what_cannot_be_timed_stays(clock):
     spent, _ = clock
     spent[LAST] = RuntimeError("out of memory")
-    assert not images.channels_last_wins(graph_of())
+    assert not wins(graph_of())
     spent[LAST] = 1.0
     images._wins.cache_clear()  # the next process finds memory
-    assert images.channels_last_wins(graph_of())
+    assert wins(graph_of())
 
 
 @pytest.mark.parametrize("given", [{"device": "cpu"}, {"size": (4, 32, 16)}])
 def test_others_are_not_timed(clock, given):
-    assert not images.channels_last_wins(graph_of(**given))
-    assert not images.channels_last_wins([])
+    assert not wins(graph_of(**given))
+    assert not wins([])
+    assert clock[1] == []
+
+
+def test_a_gpu_that_is_not_here_is_not_timed(clock):
+    assert not wins(graph_of(), here=False)
     assert clock[1] == []
 
 
@@ -126,7 +137,7 @@ def test_a_size_that_changes_is_not_timed(clock):
     batch = torch.empty(4, 32, 16, 16)
     torch._dynamo.mark_dynamic(batch, 0)
     nodes[0].meta["val"] = mode.from_tensor(batch)
-    assert not images.channels_last_wins(nodes)
+    assert not wins(nodes)
     assert clock[1] == []
 
 
@@ -143,9 +154,9 @@ class Grouped(nn.Module):
         return self.two(self.norm(self.one(image)).relu()).square().mean()
 
 
-@pytest.mark.parametrize("wins", [False, True])
-def test_inductor_lays_images_so_and_packing_follows(monkeypatch, wins):
-    monkeypatch.setattr(layout, "channels_last_wins", lambda nodes: wins)
+@pytest.mark.parametrize("faster", [False, True])
+def test_inductor_lays_images_so_and_packing_follows(monkeypatch, faster):
+    monkeypatch.setattr(layout, "channels_last_wins", lambda nodes: faster)
     torch.manual_seed(0)
     net, image = Grouped(), torch.randn(8, 32, 16, 16)
     net(image).backward()
@@ -157,6 +168,31 @@ def test_inductor_lays_images_so_and_packing_follows(monkeypatch, wins):
         compiled = torch.compile(net, backend="hot", options=OPTIONS)
         _, code = run_and_get_code(lambda: compiled(image).backward())
     made = re.findall(r"empty_strided_cpu\(\(8, 32, 16, 16\), \((.*?)\)", code[0])
-    assert set(made) == {"8192, 1, 512, 32" if wins else "8192, 256, 16, 1"}
+    assert set(made) == {"8192, 1, 512, 32" if faster else "8192, 256, 16, 1"}
+    for parameter, want in zip(net.parameters(), wanted, strict=True):
+        assert cosine(parameter.grad, want) > 0.95
+
+
+@pytest.mark.gpu
+def test_convolutions_are_timed_and_train_so_on_a_gpu(tmp_path, monkeypatch):
+    """Groups of many channels in half precision; whether they win is the device's to say."""
+    monkeypatch.setattr(tuned, "rates_folder", lambda: tmp_path)
+    monkeypatch.setattr(images, "GAIN", 1000.0)  # they win however long they take
+    images._wins.cache_clear()
+    torch.manual_seed(0)
+    net, image = Grouped().cuda(), torch.randn(64, 32, 17, 15, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        net(image).backward()
+        wanted = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        torch._dynamo.reset()
+        compiled = torch.compile(net, backend="hot", options=OPTIONS | {"accept": "off"})
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, code = run_and_get_code(lambda: compiled(image).backward())
+    images._wins.cache_clear()
+    (path,) = tmp_path.glob("*-images-*.json")
+    assert all(0 < seconds < 1 for seconds in json.loads(path.read_text()))
+    made = re.findall(r"empty_strided_cuda\(\(64, 32, 17, 15\), \((.*?)\)", str(code))
+    assert set(made) == {"8160, 1, 480, 32"}
     for parameter, want in zip(net.parameters(), wanted, strict=True):
         assert cosine(parameter.grad, want) > 0.95

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +15,19 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from hot_compile.backend import hot
+from hot_compile.config import HotConfig
 from hot_compile.inspect import run_uncompiled
 from hot_compile.passes import pipeline
 from hot_compile.passes.base.graph import readable
 from hot_compile.passes.base.steps import Step, run
+from hot_compile.passes.plan import Plan
+from hot_compile.passes.stages import Partitioned
+from hot_compile.passes.storage.step_time import StepTime
 
 PROGRAM = """
 import functools, torch
 from hot_compile.backend import hot
+from hot_compile.config import HotConfig
 from hot_compile.inspect import run_uncompiled
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
 options = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 0}
@@ -38,8 +44,8 @@ def test_the_order_is_written_down():
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
         "layouts", "inputs", "advance", "crossers", "plan_storage", "store",
-        "functions", "pieces", "sums", "casts", "scalars", "attention",
-        "kernels",
+        "functions", "pieces", "sums", "casts", "scalars", "gradients",
+        "attention", "kernels",
     ]  # fmt: skip
     for steps in (pipeline.JOINT, pipeline.OBSERVED):
         changes = [step.changes for step in steps]
@@ -155,3 +161,17 @@ def test_a_source_in_a_subfolder_is_part_of_the_identity(monkeypatch, tmp_path):
         source.write_text(text)
         digests.add(pipeline.sources_hash.__wrapped__())
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("waits", "forms", "may"),
+    [(None, True, True), (False, True, True), (True, True, False), (None, False, False)],
+)
+def test_no_layout_is_forced_where_the_host_is_waited_for(monkeypatch, waits, forms, may):
+    asked = []
+    monkeypatch.setattr(pipeline, "lay_images", lambda *args: asked.append(args[-1]) or 0)
+    step = None if waits is None else StepTime(1.0, 1.0, waits)
+    empty = fx.GraphModule(nn.Module(), fx.Graph())
+    context = SimpleNamespace(config=HotConfig(exact_forms=forms))
+    pipeline._layouts(Partitioned(context, Plan("exact", ()), empty, empty, 0, step=step))
+    assert asked == [may]
