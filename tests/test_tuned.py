@@ -201,6 +201,13 @@ def test_a_job_takes_what_its_first_process_found(job, rates_folder):
     assert pricing(CPU) == OURS
 
 
+def test_a_job_heeds_what_is_said_first(job):
+    assert tuned.first_said("layout", [2.0, 1.0]) == [2.0, 1.0]
+    assert tuned.first_said("layout", [1.0, 2.0]) == [2.0, 1.0]
+    assert tuned.first_said("unknown", None) is None
+    assert tuned.first_said("unknown", [1.0, 2.0]) is None
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
