@@ -24,18 +24,16 @@ def lay_as_images(graph: fx.Graph) -> int:
 
     Inductor drops what lies so already, and has the kernel that makes a gradient write the copy.
     """
-    backwards = graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)
-    return sum(_lay(graph, node) for node in backwards)
-
-
-def _lay(graph: fx.Graph, backward: fx.Node) -> bool:
-    grad_output: Any = backward.args[0]
-    if rank_of(grad_output) != IMAGE_DIMS or _is_laid(grad_output):
-        return False
-    emit = Emitter(graph, backward, backward)
-    copy = emit(aten.clone.default, grad_output, memory_format=torch.channels_last)
-    backward.args = (copy, *backward.args[1:])
-    return True
+    copies: dict[Any, fx.Node] = {}
+    for backward in graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD):
+        grad_output: Any = backward.args[0]
+        if rank_of(grad_output) != IMAGE_DIMS or _is_laid(grad_output):
+            continue
+        if grad_output not in copies:
+            emit, layout = Emitter(graph, backward, backward), torch.channels_last
+            copies[grad_output] = emit(aten.clone.default, grad_output, memory_format=layout)
+        backward.args = (copies[grad_output], *backward.args[1:])
+    return len(copies)
 
 
 def _is_laid(gradient: fx.Node) -> bool:

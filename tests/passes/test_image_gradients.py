@@ -102,6 +102,14 @@ def test_each_is_copied_once():
     assert lay_as_images(graph) == 0
 
 
+def test_what_two_convolutions_read_is_copied_once():
+    graph, last, _ = graph_of(lambda graph, g, others: g)
+    other = graph.call_function(CONVOLUTION_BACKWARD, last.args)
+    other.meta["val"] = last.meta["val"]
+    assert lay_as_images(graph) == 1
+    assert last.args[0] is other.args[0]
+
+
 @pytest.mark.parametrize(("source", "others"), [(behind_another, 1), (copied, 0)])
 def test_what_lies_so_is_not_copied(source, others):
     graph, last, gradient = graph_of(source)

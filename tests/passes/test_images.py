@@ -17,7 +17,6 @@ from hot_compile.testing import cosine
 
 FIRST, LAST = torch.contiguous_format, torch.channels_last
 OPTIONS = {"min_gain": 99, "memory": "all", "memory_min_bytes": 1024}
-GPU = torch.device("cuda", 0)
 
 
 def graph_of(device="cuda", *, groups=1, transposed=False, size=(4, 32, 16, 16)):
