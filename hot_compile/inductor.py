@@ -60,6 +60,8 @@ class Ran(CustomGraphPass):
 def keyed_by_graph(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     """``inner_compile``, which finds in Inductor's cache what it has lowered before.
 
+    In a graph that ``passes/storage/layout.py`` marked it lays images channels last.
+
     Halves of a graph are keyed with the passes of joint graphs that are set, and ours are other
     ones for each graph: they go by names. Blocks that are alike, as DistributedDataParallel cuts
     them, were each lowered and loaded anew (a ViT-B's: 28 graphs for stock's 8).

@@ -179,7 +179,7 @@ def _observe(joint: Joint) -> int:
 
 
 def _layouts(cut: Partitioned) -> int:
-    """A norm's sums take two kernels for one so: not where the host is waited for."""
+    """No layout is forced where the host is waited for: with channels last it has more launches."""
     return lay_images(cut.forward, cut.backward, cut.forms and not cut.waits)
 
 

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import flop_registry
 from hot_compile.passes import hooks, pipeline
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.cost import tuned
+from hot_compile.passes.cost.conv import products_of
 from hot_compile.passes.cost.devices import RATES
-from hot_compile.passes.storage.step_time import SLACK, StepTime, _of_convolution, step_time
+from hot_compile.passes.storage.step_time import SLACK, StepTime, step_time
 from hot_compile.planning import predict
 
 A100, H200 = RATES["sm80"], RATES["sm90"]
@@ -126,8 +127,8 @@ def test_convolutions_are_counted_with_their_groups(groups, transposed):
     settings = [2, 2], [1, 1], [1, 1], transposed, [0, 0], groups
     places = (x if transposed else y).numel() // (8 if transposed else 16)
     once = 2 * places * layer.weight.numel()
-    assert _of_convolution((x, layer.weight, None, *settings), y) == once
+    assert 2 * products_of((x, layer.weight, None, *settings), y) == once
     both = (y, x, layer.weight, None, *settings, [True, True, False])
-    assert _of_convolution(both, (x, layer.weight, None)) == 2 * once
+    assert 2 * products_of(both, (x, layer.weight, None)) == 2 * once
     count = flop_registry[aten.convolution]
     assert count(x, layer.weight, None, *settings, out_val=y) == once

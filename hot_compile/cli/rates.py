@@ -87,13 +87,13 @@ def show_json(found: Sequence[torch.device]) -> None:
 
 def reset(device: torch.device) -> None:
     """Forget what was measured, layouts of images included."""
-    path, layouts = tuned.path_of(device), tuned.path_of(device, "-images-*")
-    kept = [path] * path.exists() + sorted(layouts.parent.glob(layouts.name))
-    said = "\n".join(f"{device}: removed {path}" for path in kept)
+    rates, layouts = tuned.path_of(device), tuned.path_of(device, "-images-*")
+    kept = [rates] * rates.exists() + sorted(layouts.parent.glob(layouts.name))
     for path in kept:
         path.unlink(missing_ok=True)
-    text = Text(said or f"{device}: nothing was kept")
-    Console(highlight=False).print(text, soft_wrap=True)
+    said = [f"removed {path}" for path in kept] or ["nothing was kept"]
+    for text in said:
+        Console(highlight=False).print(Text(f"{device}: {text}"), soft_wrap=True)
 
 
 def _table(device: torch.device, rates: Rates | None) -> PlainTable:

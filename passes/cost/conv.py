@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import sympy
+import torch
 
 from hot_compile.config import Rows, Strategy
-from hot_compile.passes.base.site import Convolution, Site, hint
+from hot_compile.passes.base.site import Convolution, Site, elements_of, hint
 from hot_compile.passes.cost.linear import (
     VARIABLES,
     ZERO,
@@ -69,6 +71,25 @@ def _waste(conv: Convolution, tile: tuple[int, ...]) -> float:
         shared = min(reach, p) if t * s == 1 else 0
         waste *= (-(-hint(size) // t) + reach - shared) * t / max(hint(size), 1)
     return waste
+
+
+def products_of(args: Any, result: Any) -> int:
+    """Multiplications of a call of ``aten.convolution`` or its backward, sizes by hint.
+
+    A weight is applied at each place of the image that is not strided over. PyTorch's own count
+    forgets the groups of a backward: of 1536 it counts as many times too much for the weight's
+    gradient.
+
+    Args:
+        args: the call's, tensors in the place of nodes. result: its own, a tensor if a forward's.
+    """
+    if isinstance(result, torch.Tensor):
+        y, (x, weight), transposed, products = result, args[:2], args[6], 1
+    else:
+        (y, x, weight), transposed, products = args[:3], args[7], sum(args[10][:2])
+    image = x if transposed else y
+    places = elements_of(image) // max(1, hint(image.shape[1]))
+    return products * places * elements_of(weight)
 
 
 def saved_elements(conv: Convolution) -> sympy.Expr:

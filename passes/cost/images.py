@@ -1,7 +1,7 @@
 """Whether a graph's convolutions are faster with images channels last, timed on its device.
 
 Inductor says no to a whole graph in which one convolution has groups of several channels, or half
-as many outputs as inputs, by figures of 2023. cuDNN's half-precision kernels want channels last:
+as many outputs as inputs, by fixed rules. cuDNN's half-precision kernels want channels last:
 what lies otherwise they turn round, before and behind each call (9 of the 44 ms of a RegNet's step
 on an H200, 7 of the 24 of a VoVNet's).
 """
@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import fx
 from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.base.graph import IMAGE_DIMS
 from hot_compile.passes.cost import tuned
+from hot_compile.passes.cost.conv import products_of
 from hot_compile.passes.cost.timing import between_events, random_numbers, undisturbed
 
 log = logging.getLogger("hot_compile")
@@ -78,24 +78,18 @@ def channels_last_wins(nodes: Iterable[fx.Node]) -> bool:
 
 def _kind(node: fx.Node) -> Kind | None:
     """None for what cannot be timed."""
-    args: Any = node.args
+    values: Any = fx.map_arg(node.args, lambda operand: operand.meta["val"])
     lead = _OPERANDS[node.target]
-    operands = [operand.meta["val"] for operand in args[:lead]]
-    shapes = tuple(tuple(operand.shape) for operand in operands)
-    rest = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[lead + 1 :])
+    shapes = tuple(tuple(operand.shape) for operand in values[:lead])
+    rest = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in values[lead + 1 :])
     sizes = itertools.chain(*shapes, *(arg for arg in rest if isinstance(arg, tuple)))
     if len(shapes[-1]) != IMAGE_DIMS or not all(isinstance(size, int) for size in sizes):
         return None
-    *geometry, last = rest
-    if node.target is aten.convolution.default:
-        output, wanted = node.meta["val"], 1
-    else:
-        output, wanted = operands[0], sum(last[:2])
-        rest = (*geometry, (*last[:2], False))
-    transposed = rest[3]
-    small = shapes[-2] if transposed else output.shape
-    products = wanted * math.prod(small) * math.prod(shapes[-1][1:])
-    return Kind(node.target, shapes, operands[0].dtype, rest, products)
+    if node.target is aten.convolution_backward.default:
+        *geometry, wanted = rest
+        rest = (*geometry, (*wanted[:2], False))
+    products = products_of(values, node.meta.get("val"))
+    return Kind(node.target, shapes, values[0].dtype, rest, products)
 
 
 @cache

@@ -181,7 +181,7 @@ def first_said(name: str, mine: Any) -> Any:
         first = store.compare_set(f"hot_compile/rates/{name}", "", json.dumps(mine))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         log.warning(
-            "hot: processes cannot agree on measured rates, the table's are used: %s", error
+            "hot: processes cannot agree on what was measured, it counts for nothing: %s", error
         )
         return None
     return json.loads(first)

@@ -144,9 +144,8 @@ def lay_images(forward: fx.GraphModule, backward: fx.GraphModule, may_force: boo
     except Exception:  # not a stable interface; strides are then taken as they are
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return 0
-    nodes = [*forward.graph.nodes, *backward.graph.nodes]
     asked = may_force and inductor_config.layout_optimization and not changes
-    forced = asked and channels_last_wins(nodes)
+    forced = asked and channels_last_wins([*forward.graph.nodes, *backward.graph.nodes])
     if forced:
         forward.meta[CHANNELS_LAST] = True
     if changes or forced:

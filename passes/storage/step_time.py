@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from hot_compile.passes.base.operators import CONVOLUTIONS, REDUCTIONS, VIEWS
-from hot_compile.passes.base.site import bytes_of, elements_of, hint
+from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.cost.conv import products_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.storage.prices import LAUNCH, fuses, readers
 
@@ -118,20 +119,8 @@ def _operations(
 ) -> int:
     """As PyTorch counts them; 0, so a shorter step, where it refuses shapes."""
     if node.target in CONVOLUTIONS:
-        return _of_convolution(args, result)
+        return 2 * products_of(args, result)
     try:
         return hint(count(*args, **kwargs, out_val=result))
     except Exception:
         return 0
-
-
-def _of_convolution(args: Any, result: Any) -> int:
-    """A weight is applied at each place of the image that is not strided over. PyTorch forgets the
-    groups of a backward: of 1536 it counts as many times too much for the weight's gradient."""
-    if isinstance(result, torch.Tensor):
-        y, (x, weight), transposed, products = result, args[:2], args[6], 1
-    else:
-        (y, x, weight), transposed, products = args[:3], args[7], sum(args[10][:2])
-    image = x if transposed else y
-    places = elements_of(image) // max(1, hint(image.shape[1]))
-    return 2 * products * places * elements_of(weight)

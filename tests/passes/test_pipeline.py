@@ -27,7 +27,6 @@ from hot_compile.passes.storage.step_time import StepTime
 PROGRAM = """
 import functools, torch
 from hot_compile.backend import hot
-from hot_compile.config import HotConfig
 from hot_compile.inspect import run_uncompiled
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
 options = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 0}

@@ -146,12 +146,8 @@ class Stem(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.last = (
-            nn.Conv2d(8, 32, 3),
-            nn.BatchNorm2d(32),
-            nn.Conv2d(32, 8, 3),
-        )
-        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.conv, self.norm = nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32)
+        self.pool, self.last = nn.MaxPool2d(3, 2, 1), nn.Conv2d(32, 8, 3)
 
     def forward(self, image):
         return self.last(self.pool(self.norm(self.conv(image)))).square().mean()
