@@ -1,8 +1,10 @@
 """The shape of the tree: data and imports flow one way, files and functions stay small."""
 
 import ast
+import importlib
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -272,3 +274,42 @@ def test_bare_names_refuse_to_import(name):
     module = importlib.util.module_from_spec(spec)
     with pytest.raises(ImportError, match=f"hot_compile.{name}"):
         spec.loader.exec_module(module)
+
+
+def dotted(node):
+    """``a.b.c`` as ["a", "b", "c"]; empty if it is anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    front = dotted(node.value) if isinstance(node, ast.Attribute) else []
+    return [*front, node.attr] if front else []
+
+
+def used_of_ours(tree):
+    """(module, dotted name) of what a file takes from our modules, or replaces there."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hot_compile":
+            for alias in node.names:
+                known[alias.asname or alias.name] = node.module, alias.name
+                yield known[alias.asname or alias.name]
+    for node in ast.walk(tree):
+        chain = dotted(node)
+        replaced = isinstance(node, ast.Call) and dotted(node.func)[-1:] == ["setattr"]
+        if replaced and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            chain = [*dotted(node.args[0]), node.args[1].value]
+        if len(chain) > 1 and chain[0] in known:
+            module, name = known[chain[0]]
+            yield module, ".".join((name, *chain[1:]))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda p: p.stem)
+def test_what_tests_use_is_there(path):
+    """Of those for GPUs, too, which are seldom run."""
+    for module, name in used_of_ours(ast.parse(path.read_text())):
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            if isinstance(found, types.ModuleType) and not hasattr(found, part):
+                importlib.import_module(f"{found.__name__}.{part}")
+            if not isinstance(found, (types.ModuleType, type)):
+                break
+            found = getattr(found, part)

@@ -24,6 +24,7 @@ from hot_compile.memory import peak_bytes
 from hot_compile.page import page_data
 from hot_compile.passes import pipeline
 from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.context import Context
 from hot_compile.passes.storage.layout import in_memory, packed_bytes
 from hot_compile.record import GraphReport, Reports, run_uncompiled
 from hot_compile.testing import cosine, sqnr
@@ -321,7 +322,7 @@ def test_on_a_gpu_a_step_trains_below_the_former_least(recipe, lower, monkeypatc
 
     away, count, peak = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Context, "host_prices", lambda *_: lambda *_: None)
+        patch.setattr(Context, "host_prices", lambda *_: lambda *_: None)
         least, none, highest = trained()
     with torch._functorch.config.patch(donated_buffer=False):  # else no backward may run twice
         twice, *_ = trained(2)
