@@ -45,6 +45,7 @@ from .passes.cost.linear import Pricing
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
+from .passes.measure.stored import is_vector
 from .passes.plan import Plan
 from .passes.profile.profile import Profile
 from .passes.spared_work import collected_later
@@ -293,8 +294,9 @@ class _Graph:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Those of them that are weights of products, or tables."""
-        return tuple(name for name, x in self._parameters if x.requires_grad and x.dim() > 1)
+        """Those of them that are weights of products, or tables; a number a channel is neither."""
+        trained = ((name, x) for name, x in self._parameters if x.requires_grad)
+        return tuple(name for name, x in trained if not is_vector(x))
 
     @property
     def captured(self) -> bool:
@@ -447,7 +449,7 @@ def _final(
     if isinstance(monitor, Acceptance):
         return _accepted(graph, config, profile, monitor)
     config = monitor.applied(config, graph.inputs.parameters)
-    gauge = Gauge(monitor.rotate, config, graph.trained)
+    gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
     watch = graph.watched(config, profile, gauge, graph.finished)
     graph.tell(gauge)
     watched = Watched(watch.usual, watch, gauge, monitor, graph.code)

@@ -125,6 +125,10 @@ class Spread:
 
 def judged(traces: Mapping[str, Trace], weights: Iterable[str]) -> dict[str, Trace]:
     """Of the parameters by name: ``weights``, and all whose gradients are more than rounding."""
-    least = _QUIET * max((trace.norm for trace in traces.values()), default=0.0)
-    weights = set(weights)
+    least, weights = quiet(traces), set(weights)
     return {n: t for n, t in traces.items() if t.looks and (n in weights or t.norm > least)}
+
+
+def quiet(traces: Mapping[str, Trace]) -> float:
+    """The norm up to which a gradient is not judged, unless it is a weight's."""
+    return _QUIET * max((trace.norm for trace in traces.values()), default=0.0)

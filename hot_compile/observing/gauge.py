@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hot_compile.again import hooked
 from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.observing.certificate import certificate
-from hot_compile.observing.evidence import Spread, Trace, judged
+from hot_compile.observing.evidence import Spread, Trace, judged, quiet
 from hot_compile.observing.forgetting import forget
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
@@ -70,7 +70,7 @@ class Gauge(Observer):
         """``rotate``: every so many layers take turns, from one :meth:`read` to the next.
 
         ``config``: how the graph was compiled. ``trained``: its parameters that want gradients.
-        ``weights``: those that are always judged, whether a layer of theirs is shown or not.
+        ``weights``: those that are always judged.
         """
         self.wants_stored = self.doubts = False
         self.rounds = False
@@ -202,8 +202,10 @@ class Gauge(Observer):
     def read_stored(self) -> dict[str, Stored]:
         """What crossed in the backwards since the last call, as far as that was measured."""
         told, self._told = self._told, []
+        least = quiet(self.traces)
         return {
-            fed.name: Stored(fed.scheme, fed.measures(errors), fed.held) for fed, errors in told
+            fed.name: Stored(fed.scheme, fed.measures(errors, least), fed.held)
+            for fed, errors in told
         }
 
     def read_forwards(self) -> dict[str, float]:
@@ -232,7 +234,7 @@ class Gauge(Observer):
             trace = self.traces.setdefault(name, Trace())
             other = uncertain.get(name)
             if trace.add(got.cpu(), want.cpu(), None if other is None else other.cpu()):
-                whose, side = (layer_of(name), WHOLE) if self._is_weight(name) else (name, "grad")
+                whose, side = (layer_of(name), WHOLE) if name in self._weights else (name, "grad")
                 found.setdefault(whose, {})[side] = Quality(trace.error, trace.cosine)
         if found:
             self.looks, self.shortage = self.looks + 1, short
@@ -246,16 +248,12 @@ class Gauge(Observer):
     @property
     def judged(self) -> dict[str, Trace]:
         """Of the parameters that count, by name, as the last look has them."""
-        return judged(self.traces, filter(self._is_weight, self.traces))
+        return judged(self.traces, self._weights)
 
     @property
     def errors(self) -> Spread | None:
         """Of these parameters' gradients at the last look; None before it."""
         return Spread.of({name: trace.error for name, trace in self.judged.items()})
-
-    def _is_weight(self, name: str) -> bool:
-        shown = layer_of(name) != name and layer_of(name) in self.layers
-        return shown or name in self._weights
 
 
 class Watched:

@@ -51,6 +51,8 @@ _SETTLED = 7
 """Looks at a graph, 1 to 64, after which a line says what was found."""
 _ATTEMPTS = 3
 """Repairs of single layers and tensors that are tried before those of all of a graph."""
+_TURNS = 5
+"""So often the share of the budget that is left to one of them is halved, if none takes more."""
 _NAMED = 4
 """Most layers or tensors of a repair that are named in warnings."""
 _FORWARD = "runs with an exact forward"
@@ -241,13 +243,14 @@ class Monitor:
             unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
             rounded = self._leave(gauge, why)  # what is left of the whole is not known then
             parts = _share(whole.worst, found, stored, times)
-            parts = 1.0 if unknown or rounded else parts
-            share = parts * 0.5**gauge.attempts
-            new = self._demote(step, found, share, times)
-            wanted = raised_bits(stored, self.budget * share, self.raised, times)
-            raised = self._raise(wanted, stored, why, gauge.room())
-            if wanted or new or rounded:
-                return raised or new or rounded
+            parts, turns = (1.0, 1) if unknown or rounded else (parts, _TURNS)
+            for halves in range(gauge.attempts, gauge.attempts + turns):  # until some are to blame
+                share = parts * 0.5**halves
+                new = self._demote(step, found, share, times)
+                wanted = raised_bits(stored, self.budget * share, self.raised, times)
+                raised = self._raise(wanted, stored, why, gauge.room())
+                if wanted or new or rounded:
+                    return raised or new or rounded
         return self._refine(gauge, why)
 
     def _own(

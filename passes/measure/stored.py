@@ -33,8 +33,8 @@ from hot_compile.passes.storage.store import in_order
 
 _MOST = 400
 """Operators between a tensor and the gradients it feeds; beyond, it is not measured."""
-_NUDGED = ""
-"""In the place of a scheme: the tensor as it is, but for its own dtype's rounding."""
+_NORMS, _NUDGED = "norms", ""
+"""In the place of a scheme: norms, and the tensor as it is, but for its own dtype's rounding."""
 _NOISE = 0.1
 """A gradient that this changes by as much, and that the finest scheme gets wholly wrong, is nothing
 but rounding: of all that is rounded for it this is one."""
@@ -53,6 +53,8 @@ class Fed:
     """(the tensor, other operands) -> the gradients, as a tuple."""
     own: tuple[bool, ...]
     """Of each: it is a parameter's, and not one that other layers get."""
+    vectors: tuple[bool, ...]
+    """Of each: it is one of a gain, a bias, or a single number."""
     trips: Mapping[str, fx.GraphModule]
     """By scheme, finest first: the tensor -> as it is restored."""
     scheme: str = str(Scheme.EXACT)
@@ -63,27 +65,32 @@ class Fed:
     def errors(self, operands: Sequence[Tensor]) -> dict[str, Tensor]:
         """By scheme: relative error of each gradient, [gradients] fp32; the tensor comes first.
 
-        Beside the schemes stands what the tensor's own rounding does.
+        Beside the schemes stand the gradients' norms, and what the tensor's own rounding does.
         """
         saved, *others = operands
         want = self.ends(saved, *others)
-        found, trips = {}, dict[str, Callable[[Tensor], Tensor]]({_NUDGED: _nudged, **self.trips})
+        found = {_NORMS: torch.stack([each.float().norm() for each in want])}
+        trips = dict[str, Callable[[Tensor], Tensor]]({_NUDGED: _nudged, **self.trips})
         for scheme, trip in trips.items():
             got = self.ends(trip(saved), *others)
             found[scheme] = torch.stack([_error(*pair) for pair in zip(got, want, strict=True)])
         return found
 
-    def measures(self, errors: Mapping[str, Tensor]) -> dict[str, StorageMeasure]:
+    def measures(
+        self, errors: Mapping[str, Tensor], quiet: float = 0.0
+    ) -> dict[str, StorageMeasure]:
         """By scheme: the worst of :meth:`errors`; empty if there are none, or they are not finite.
 
         A gradient that is zero but for rounding, such as that of a bias in front of a norm, does
-        not count. Waits for the device.
+        not count, nor one of a parameter that is no matrix with a norm up to ``quiet``: nobody
+        judges such a parameter. Waits for the device.
         """
-        nudged, *rest = errors.values()
+        norms, nudged, *rest = (row.cpu() for row in errors.values())
         table = torch.stack(rest)  # [schemes, gradients]
-        finest = table.amin(0)
+        finest, own = table.amin(0), torch.tensor(self.own, device="cpu")
         real = (finest < 1) | (nudged < _NOISE) | (finest == LOST)
-        table, own = table[:, real].cpu(), torch.tensor(self.own, device="cpu")[real.cpu()]
+        real &= ~(own & torch.tensor(self.vectors, device="cpu") & (norms <= quiet))
+        table, own = table[:, real], own[real]
         if not table.numel() or not table.isfinite().all():
             return {}
         sides = (torch.where(own, table, 0.0), torch.where(own, 0.0, table))
@@ -103,6 +110,11 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
     distance, norm = torch.dist(got.float(), want.float()), want.float().norm()
     error = torch.where(distance == 0, distance, distance / norm)
     return torch.where(norm > 0, error.nan_to_num(LOST, LOST).clamp(max=LOST), error)
+
+
+def is_vector(parameter: Tensor) -> bool:
+    """A gain, a bias, or a weight of one number a channel: one dimension is not 1, or none."""
+    return sum(size != 1 for size in parameter.shape) <= 1
 
 
 def storage_names(forward: fx.Graph) -> dict[fx.Node, str]:
@@ -152,7 +164,8 @@ def fed_by(
             trips = {str(s): _round_trip(crosser, s.masked if masked else s) for s in rounded}
             scheme = str(chosen.get(crosser, Scheme.EXACT).plain)
             held = {str(s): crosser.held(s) for s in rounded}
-            fed = Fed(names[crosser.saved], part.module(), part.own, trips, scheme, held)
+            given = part.module(), part.own, part.vectors
+            fed = Fed(names[crosser.saved], *given, trips, scheme, held)
             result.append((fed, (saved, *part.operands)))
     return result
 
@@ -165,6 +178,8 @@ class _Part:
         self._live = {saved}
         self._members: dict[fx.Node, None] = {}
         self._ends: dict[fx.Node, None] = {}
+        self._results: dict[fx.Node, None] = {}
+        """Of them: what the backward returns, whatever else reads it; that has ends of its own."""
         node = saved.next
         while node.op != "root" and len(self._members) <= _MOST:
             if any(given in self._live for given in node.all_input_nodes):
@@ -174,7 +189,8 @@ class _Part:
     def _visit(self, node: fx.Node) -> None:
         """``node`` reads something made of the tensor."""
         if node.op == "output":
-            self._end(n for n in node.all_input_nodes if n in self._live)
+            self._results = {n: None for n in node.all_input_nodes if n in self._live}
+            self._end(self._results)
         elif node not in self._gradients:
             if node.name in self._recomputed and not makes_bool(node):  # masks cross without loss
                 self._follow(node)
@@ -209,7 +225,12 @@ class _Part:
     @property
     def own(self) -> tuple[bool, ...]:
         """Of each end: it is a parameter's gradient."""
-        return tuple(map(_is_result, self.ends))
+        return tuple(end in self._results or _is_result(end) for end in self.ends)
+
+    @property
+    def vectors(self) -> tuple[bool, ...]:
+        """Of each end: it is no matrix."""
+        return tuple(is_vector(end.meta["val"]) for end in self.ends)
 
     @property
     def operands(self) -> list[fx.Node] | None:
