@@ -4,9 +4,10 @@
 
 What ``zoo.py`` times are kernels of small batches, for which a host takes longer than its device.
 Here a model's batch is what eager PyTorch takes ``fill`` GiB for. All models compile at once, a
-process each; none is timed before all are done, and then one by one, stock and hot in turns. So
-are Triton's configurations: of a kernel that is timed beside others' work the wrong one may be
-taken, which was seen to cost five times what the right one does. Hot measures its steps while its
+process each; none is timed before all are done, or ``--wait`` is over, which stops the others; and
+then one by one, stock and hot in turns. So are Triton's configurations: of a kernel that is timed
+beside others' work the wrong one may be taken, which was seen to cost five times what the right one
+does. Hot measures its steps while its
 model has the device alone, and is compiled again there if they wait for their host, as in any run
 that lasts. ``first`` is the first step, with caches as they are.
 """
@@ -16,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import queue
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +40,7 @@ from hot_compile import certificate
 from hot_compile.backend import hot
 from hot_compile.memory import peak_bytes
 from hot_compile.observing import acceptance
+from hot_compile.passes.cost import images
 
 ROUNDS, STEPS, WARM_UP = 6, 4, 100
 acceptance.LASTS = 0.0  # what steps take is followed at once
@@ -88,14 +92,19 @@ class Timed(Arm):
 
 
 def tune(alone: FileLock) -> None:
-    """From now on this process times Triton's configurations while it holds ``alone``."""
-    own = CachingAutotuner.benchmark_all_configs
+    """From now on this process times Triton's configurations, and images' layouts, while it holds
+    ``alone``."""
+    for owner, name in ((CachingAutotuner, "benchmark_all_configs"), (images, "timed")):
+        setattr(owner, name, _held(alone, getattr(owner, name)))
 
-    def timed(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+
+def _held(alone: FileLock, own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def timed(*args: Any, **kwargs: Any) -> Any:
         with alone.acquire(poll_interval=0.005):
-            return own(tuner, *args, **kwargs)
+            return own(*args, **kwargs)
 
-    CachingAutotuner.benchmark_all_configs = timed  # type: ignore[method-assign]
+    return timed
 
 
 def _built(name: str, batch: int, device: torch.device) -> zoo_models.Built:
@@ -145,7 +154,7 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
 
 def _one(
     name: str, device: str, fill: float, dropout: bool, options: dict[str, Any], said: Any,
-    all_done: Any, gate: Path,
+    ready: Any, all_done: Any, gate: Path,
 ) -> None:  # fmt: skip
     zoo_models.draws = lambda: dropout
     # a backward's kernels are tuned in a thread of its own, while the step's thread holds it
@@ -157,6 +166,7 @@ def _one(
             arms = _compiled(row, torch.device(device), fill, options, alone)
         except Exception as error:
             row.error = brief(error)
+        ready.put(name)
         all_done.wait()
         try:
             with alone:
@@ -165,6 +175,15 @@ def _one(
         except Exception as error:
             row.error = brief(error)
     said.put(row)
+
+
+def _in_time(ready: Any, count: int, wait: float) -> set[str]:
+    """Models that are compiled, or failed, within so many seconds."""
+    names, end = set[str](), time.monotonic() + wait
+    with contextlib.suppress(queue.Empty):
+        while len(names) < count:
+            names.add(ready.get(timeout=max(0.0, end - time.monotonic())))
+    return names
 
 
 def lines(rows: list[Row]) -> Lines:
@@ -187,6 +206,7 @@ def main(
     fill: Annotated[float, typer.Option(help="GiB that a step by eager PyTorch takes")] = 7.0,
     dropout: Annotated[bool, typer.Option(help="as models have it, not 0")] = False,
     accept: Annotated[str, typer.Option(help="hot's option")] = "auto",
+    wait: Annotated[float, typer.Option(help="seconds, for what still compiles")] = 3600.0,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> list[Row]:
     """Time the models named."""
@@ -194,13 +214,23 @@ def main(
     if unknown := set(names) - zoo_models.every_model().keys():
         raise typer.BadParameter(f"got {sorted(unknown)}; zoo.py run lists what there is")
     context = multiprocessing.get_context("spawn")
-    said, all_done, options = context.Queue(), context.Barrier(len(names)), {"accept": accept}
+    said, ready, all_done = context.Queue(), context.Queue(), context.Event()
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            shared = said, all_done, Path(folder) / "device.lock"
-            given = (name, device, fill, dropout, options, *shared)
-            context.Process(target=_one, args=given, daemon=True).start()
-        rows = [said.get() for _ in names]
+        gate = Path(folder) / "device.lock"
+        given = device, fill, dropout, {"accept": accept}, said, ready, all_done, gate
+        processes = {
+            name: context.Process(target=_one, args=(name, *given), daemon=True) for name in names
+        }
+        for process in processes.values():
+            process.start()
+        compiled = _in_time(ready, len(names), wait)
+        late = [name for name in names if name not in compiled]
+        for name in late:
+            processes[name].kill()
+            processes[name].join()
+        all_done.set()
+        rows = [said.get() for _ in compiled]
+    rows += [Row(name, error=f"not compiled within {wait:g} s (--wait)") for name in late]
     show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
     for row in (r for r in rows if r.error or r.certificate):
         print(f"{row.name}: {row.error or row.certificate}")

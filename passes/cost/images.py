@@ -11,12 +11,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ slower by it: on an H200 by 16 % of that time in a DPN, by 1 % at most in three 
 _MOST = 12
 """Kinds of calls that are timed: those with the most products."""
 _ROUNDS, _CALLS = 3, 3
+_LAYOUTS = torch.contiguous_format, torch.channels_last
 _OPERANDS: Mapping[Any, int] = {
     aten.convolution.default: 2,
     aten.convolution_backward.default: 3,
@@ -92,7 +93,7 @@ def _kind(node: fx.Node) -> Kind | None:
     return Kind(node.target, shapes, values[0].dtype, rest, products)
 
 
-@cache
+@functools.cache
 def _wins(counted: tuple[tuple[Kind, int], ...], device: torch.device) -> bool:
     """What every process finds, asked for once by each."""
     cudnn: Any = torch.backends.cudnn
@@ -100,7 +101,7 @@ def _wins(counted: tuple[tuple[Kind, int], ...], device: torch.device) -> bool:
     digest = hashlib.sha256(repr((flags, counted)).encode()).hexdigest()[:16]
     path = tuned.path_of(device, f"-images-{digest}")
     mine = _kept(path)
-    if mine is None and (mine := _timed(counted, device)):
+    if mine is None and (mine := timed(counted, device)):
         with contextlib.suppress(OSError):  # the next process times them once more
             write_whole(path, json.dumps(mine))
     found = tuned.first_said(path.stem, mine)
@@ -116,28 +117,28 @@ def _kept(path: Path) -> list[float] | None:
         return None
 
 
-def _timed(counted: Sequence[tuple[Kind, int]], device: torch.device) -> list[float] | None:
+def timed(counted: Sequence[tuple[Kind, int]], device: torch.device) -> list[float] | None:
     """Seconds of these calls with images channels first and channels last; None: it failed."""
-    layouts = torch.contiguous_format, torch.channels_last
     try:
         with undisturbed(device):
-            return [
-                sum(count * _best(kind, device, layout) for kind, count in counted)
-                for layout in layouts
-            ]
+            best = [[count * each for each in _best(kind, device)] for kind, count in counted]
+            return [sum(times) for times in zip(*best, strict=True)]
     except RuntimeError:
         log.debug("hot: convolutions' layouts could not be timed", exc_info=True)
         return None
 
 
-def _best(kind: Kind, device: torch.device, layout: torch.memory_format) -> float:
-    """Seconds of a call with operands of that layout."""
-    made = (random_numbers(device, kind.dtype, *shape) for shape in kind.shapes)
-    operands = [tensor.contiguous(memory_format=layout) for tensor in made]
-
-    def call() -> None:
-        kind.target(*operands, None, *kind.rest)
-
+def _best(kind: Kind, device: torch.device) -> list[float]:
+    """Seconds of a call with operands of either layout, in turns: what else the device has to do
+    is the same for both."""
+    made = [random_numbers(device, kind.dtype, *shape) for shape in kind.shapes]
+    calls = [
+        functools.partial(kind.target, *operands, None, *kind.rest)
+        for operands in ([x.contiguous(memory_format=layout) for x in made] for layout in _LAYOUTS)
+    ]
     # the first of a shape may look for an algorithm
-    rounds = (between_events(call, _CALLS, device, before=_CALLS) for _ in range(_ROUNDS))
-    return min(rounds) / _CALLS
+    rounds = [
+        [between_events(call, _CALLS, device, before=_CALLS) for call in calls]
+        for _ in range(_ROUNDS)
+    ]
+    return [min(times) / _CALLS for times in zip(*rounds, strict=True)]
