@@ -350,6 +350,8 @@ def table(found: Certificate) -> PlainTable:
         shown.add("gradients' error, worst", f"{found.errors.worst:.2%}", "", "")
     if found.noise is not None:
         shown.add("noise of the batch, median", f"{found.noise.median:.0%}", "", "")
+    if found.rounding is not None:
+        shown.add("rounding without hot, median", f"{found.rounding.median:.2%}", "", "")
     return shown
 
 

@@ -124,6 +124,20 @@ def test_a_certificate_of_a_run(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["errors"]["worst"] == found.errors.worst
 
 
+def test_what_is_rounded_without_hot_is_told_beside_the_errors():
+    model, monitor = net(), hot_compile.Monitor(budget=0.25)
+    step = compiled(model, monitor)
+    train(step, model, 3)
+    assert hot_compile.certificate(step).rounding is None
+    (graph,) = monitor.graphs.values()
+    for trace in graph.gauge.judged.values():
+        trace.rounding = 0.125
+    trace.rounding = 0.5
+    found = hot_compile.certificate(step)
+    assert (found.rounding.median, found.rounding.worst) == (0.125, 0.5)
+    assert ", rounding without hot: 12.50%), worst" in str(found)
+
+
 def test_a_look_at_the_certificate_takes_nothing_from_the_monitor():
     model, monitor = net(), hot_compile.Monitor(budget=1e-3)
     step = compiled(model, monitor)

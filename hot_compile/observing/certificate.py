@@ -77,6 +77,9 @@ class Certificate:
     """What the next runs go without, and why; empty: nothing."""
     times: Mapping[str, StepTime] = dataclasses.field(default_factory=dict)
     """How long graphs' steps take a GPU and its host, where that was measured in the run."""
+    rounding: Spread | None = None
+    """What exact code of two kinds differs by, with autocast and without, say, relative; None where
+    nothing was in doubt. Errors of that size are not hot's."""
 
     def json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -127,11 +130,13 @@ def _of_gradients(c: Certificate) -> list[str]:
     bias = (
         "" if c.bias is None else f", worst common to all looks {c.bias.worst:.2%} ({c.bias.name})"
     )
-    noise = "" if c.noise is None else f" (noise of the batch: {c.noise.median:.0%})"
+    known = [f"noise of the batch: {c.noise.median:.0%}"] if c.noise else []
+    known += [f"rounding without hot: {c.rounding.median:.2%}"] if c.rounding else []
+    beside = f" ({', '.join(known)})" if known else ""
     first = c.looks[0].errors
     before = f"; at the first look worst {first.worst:.2%} ({first.name})" * (len(c.looks) > 1)
     return [
-        f"gradients within {e.median:.2%} of exact by median{noise}",
+        f"gradients within {e.median:.2%} of exact by median{beside}",
         f"worst {e.worst:.2%} ({e.name}{before}){bias}",
     ]
 
@@ -159,6 +164,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
     decisions = [d for gauge in gauges for d in gauge.decisions]
     traces = {name: t for gauge in gauges for name, t in gauge.judged.items()}
     noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
+    rounding = {name: t.rounding for name, t in traces.items() if t.rounding}
     bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
     faults = (
         {} if monitor.budget is None else {n: t.fault(monitor.budget) for n, t in traces.items()}
@@ -175,6 +181,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         repaired={**monitor.forwards, **monitor.demoted, **monitor.stored, **monitor.raised},
         unseen=_unseen(monitor),
         times=dict(getattr(monitor, "times", {})),
+        rounding=Spread.of(rounding),
     )
 
 
