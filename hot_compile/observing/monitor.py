@@ -243,7 +243,8 @@ class Monitor:
             unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
             rounded = self._leave(gauge, why)  # what is left of the whole is not known then
             parts = _share(whole.worst, found, stored, times)
-            parts, turns = (1.0, 1) if unknown or rounded else (parts, _TURNS)
+            parts = 1.0 if unknown or rounded else parts
+            turns = 1 if unknown or rounded or self._heads(gauge) else _TURNS
             for halves in range(gauge.attempts, gauge.attempts + turns):  # until some are to blame
                 share = parts * 0.5**halves
                 new = self._demote(step, found, share, times)
@@ -305,9 +306,13 @@ class Monitor:
         _warn("has an exact forward", {name: self.forwards[name] for name in new})
         return bool(new)
 
+    def _heads(self, gauge: Gauge) -> list[str]:
+        """Heads with integer products, which are blamed where no layer or tensor is."""
+        return [name for name in gauge.heads if name not in self.demoted]
+
     def _refine(self, gauge: Gauge, why: str) -> bool:
         """Nobody alone is to blame: its head, then the next rung towards exact for the graph."""
-        heads = dict.fromkeys((name for name in gauge.heads if name not in self.demoted), why)
+        heads = dict.fromkeys(self._heads(gauge), why)
         if heads:
             self.demoted.update(heads)
             _warn("stays exact", heads)
