@@ -180,7 +180,8 @@ def _observe(joint: Joint) -> int:
 
 def _layouts(cut: Partitioned) -> int:
     """No layout is forced where the host is waited for: with channels last it has more launches."""
-    return lay_images(cut.forward, cut.backward, cut.forms and not cut.waits)
+    halves, may_force = (cut.forward, cut.backward), cut.forms and not cut.waits
+    return lay_images(*halves, cut.num_fwd_outputs, cut.context.rates, may_force)
 
 
 def _inputs(cut: Partitioned) -> int:

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.base.graph import IMAGE_DIMS
 from hot_compile.passes.cost import tuned
 from hot_compile.passes.cost.conv import products_of
+from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.cost.timing import between_events, random_numbers, undisturbed
 
 log = logging.getLogger("hot_compile")
 aten = torch.ops.aten
+RatesOf = Callable[[torch.device], Rates | None]
 
 GAIN = 0.9
 """What channels last must take at most of the other layout's time. What is not a convolution may be
@@ -60,8 +62,12 @@ class Kind:
     """Multiplications of a call."""
 
 
-def channels_last_wins(nodes: Iterable[fx.Node]) -> bool:
+def channels_last_wins(nodes: Iterable[fx.Node], turned: int, rates: RatesOf) -> bool:
     """The convolutions of images among ``nodes`` are faster so, all together, on their one GPU.
+
+    ``turned``: bytes of images that come from elsewhere, or go there, and lie channels first there:
+    each is copied. A graph of few convolutions, as where blocks are compiled by themselves, may
+    lose by that what it wins.
 
     What was found is kept in a file that every later process heeds, so that a script comes to one
     layout whenever it runs; processes of a job heed the first of them. False, too, where they
@@ -74,7 +80,10 @@ def channels_last_wins(nodes: Iterable[fx.Node]) -> bool:
     if not here or len(devices) > 1 or not counts:
         return False
     dearest = sorted(counts, key=lambda kind: -counts[kind] * kind.products)[:_MOST]
-    return _wins(tuple((kind, counts[kind]) for kind in dearest), devices.pop())
+    device = devices.pop()
+    found, known = _found(tuple((kind, counts[kind]) for kind in dearest), device), rates(device)
+    copies = 2 * turned / known.copy if known else 0.0
+    return found is not None and found[1] + copies < GAIN * found[0]
 
 
 def _kind(node: fx.Node) -> Kind | None:
@@ -94,8 +103,8 @@ def _kind(node: fx.Node) -> Kind | None:
 
 
 @functools.cache
-def _wins(counted: tuple[tuple[Kind, int], ...], device: torch.device) -> bool:
-    """What every process finds, asked for once by each."""
+def _found(counted: tuple[tuple[Kind, int], ...], device: torch.device) -> list[float] | None:
+    """Seconds of these calls, as every process has them: channels first, and channels last."""
     cudnn: Any = torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision
     digest = hashlib.sha256(repr((flags, counted)).encode()).hexdigest()[:16]
@@ -104,8 +113,7 @@ def _wins(counted: tuple[tuple[Kind, int], ...], device: torch.device) -> bool:
     if mine is None and (mine := timed(counted, device)):
         with contextlib.suppress(OSError):  # the next process times them once more
             write_whole(path, json.dumps(mine))
-    found = tuned.first_said(path.stem, mine)
-    return found is not None and found[1] < GAIN * found[0]
+    return tuned.first_said(path.stem, mine)
 
 
 def _kept(path: Path) -> list[float] | None:

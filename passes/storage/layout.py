@@ -12,6 +12,7 @@ it would touch memory in steps of a whole position's channels.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, strip
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, returned, strip
 from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
-from hot_compile.passes.cost.images import channels_last_wins
+from hot_compile.passes.cost.images import RatesOf, channels_last_wins
 from hot_compile.passes.storage.around import Sample, mean_bytes
 
 log = logging.getLogger("hot_compile")
@@ -133,7 +134,13 @@ def _group(lengths: tuple[int, ...], scheme: Scheme) -> int | None:
     return whole if scheme is Scheme.BITS and whole > 0 and whole % pieces == 0 else None
 
 
-def lay_images(forward: fx.GraphModule, backward: fx.GraphModule, may_force: bool) -> int:
+def lay_images(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_fwd_outputs: int,
+    rates: RatesOf,
+    may_force: bool,
+) -> int:
     """Note which images will lie channels last; 1 if Inductor is made to lay them so.
 
     It decides by rules of its own. Where those say no and it ``may_force`` it, convolutions are
@@ -145,12 +152,35 @@ def lay_images(forward: fx.GraphModule, backward: fx.GraphModule, may_force: boo
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return 0
     asked = may_force and inductor_config.layout_optimization and not changes
-    forced = asked and channels_last_wins([*forward.graph.nodes, *backward.graph.nodes])
+    graphs = forward.graph, backward.graph
+    turned = _turned(*graphs, num_fwd_outputs) if asked else 0
+    forced = asked and channels_last_wins(
+        itertools.chain(*(g.nodes for g in graphs)), turned, rates
+    )
     if forced:
         forward.meta[CHANNELS_LAST] = True
     if changes or forced:
         _mark_images(forward)
     return int(forced)
+
+
+def _turned(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> int:
+    """Bytes of images channels first that the graphs are given, and of those they give, but for
+    convolutions' weights and their gradients."""
+    convolutions = forward.find_nodes(op="call_function", target=aten.convolution.default)
+    weights = {strip(node.args[1], CASTS) for node in convolutions}
+    inputs = forward.find_nodes(op="placeholder")
+    gradients = zip(inputs, returned(backward), strict=False)
+    given = backward.find_nodes(op="placeholder")
+    crossing = [
+        *(node for node in inputs if node not in weights),
+        *(node for node in given if node.name.startswith("tangents")),
+        *returned(forward)[:num_fwd_outputs],
+        *(gradient for node, gradient in gradients if node not in weights),
+    ]
+    images = [n.meta["val"] for n in crossing if isinstance(n, fx.Node) and _is_image(n)]
+    last = torch.channels_last
+    return sum(bytes_of(x) for x in images if not x.is_contiguous(memory_format=last))
 
 
 def _mark_images(forward: fx.GraphModule) -> None:

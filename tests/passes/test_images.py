@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -36,10 +37,10 @@ def graph_of(device="cuda", *, groups=1, transposed=False, size=(4, 32, 16, 16))
     return list(graph.nodes)
 
 
-def wins(nodes, here=True):
+def wins(nodes, here=True, turned=0):
     """What is asked for where a GPU is here; fake tensors look for one as they are made."""
     with patch("torch.cuda.is_available", lambda: here):
-        return images.channels_last_wins(nodes)
+        return images.channels_last_wins(nodes, turned, lambda device: SimpleNamespace(copy=1e12))
 
 
 @pytest.fixture
@@ -56,9 +57,9 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(images, "_best", best)
     monkeypatch.setattr(images, "undisturbed", lambda device: patch.dict({}))
     monkeypatch.setattr(tuned, "path_of", lambda device, what: tmp_path / f"gpu{what}.json")
-    images._wins.cache_clear()
+    images._found.cache_clear()
     yield spent, timed
-    images._wins.cache_clear()
+    images._found.cache_clear()
 
 
 def test_each_kind_is_timed_once_and_counts_as_often_as_it_is_called(clock):
@@ -89,11 +90,38 @@ def test_what_is_hardly_faster_is_left(clock, last, faster):
     assert wins(graph_of()) == faster
 
 
+@pytest.mark.parametrize(("seconds", "faster"), [(2.0, True), (3.0, False)])
+def test_images_that_are_turned_at_the_edges_count(clock, seconds, faster):
+    """Three calls win a second each, of which a tenth of all does not count."""
+    assert wins(graph_of(), turned=int(seconds * 0.5e12)) == faster
+
+
+def test_what_is_turned_at_the_edges_are_images_that_come_and_go(monkeypatch):
+    """Image, its gradient, the result and its tangent: not weights, nor what lies in between."""
+    asked = []
+    monkeypatch.setattr(
+        layout, "channels_last_wins", lambda nodes, turned, rates: asked.append(turned) or False
+    )
+    torch.manual_seed(0)
+    net = nn.Conv2d(32, 32, 3, padding=1, groups=2)
+    image = torch.randn(8, 32, 16, 16, requires_grad=True)
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with uncached, torch.backends.mkldnn.flags(enabled=False):
+        compiled = torch.compile(net, backend="hot", options=OPTIONS)
+        compiled(image).square().mean().backward()
+        torch._dynamo.reset()
+        inside = torch.compile(
+            lambda x: net(x.square()).square().mean(), backend="hot", options=OPTIONS
+        )
+        inside(image.detach()).backward()
+    assert asked == [4 * 4 * image.numel(), 4 * image.numel()]
+
+
 def test_a_later_process_heeds_what_was_found(clock):
     spent, timed = clock
     assert wins(graph_of())
     spent[LAST] = 9.0
-    images._wins.cache_clear()
+    images._found.cache_clear()
     assert wins(graph_of())
     assert len(timed) == 2
 
@@ -103,7 +131,7 @@ def test_a_file_that_is_none_of_ours_counts_as_not_there(clock, tmp_path, conten
     wins(graph_of())
     (path,) = tmp_path.glob("*-images-*.json")
     path.write_text(content)
-    images._wins.cache_clear()
+    images._found.cache_clear()
     assert wins(graph_of())
     assert len(clock[1]) == 4
 
@@ -113,7 +141,7 @@ def test_what_cannot_be_timed_stays(clock):
     spent[LAST] = RuntimeError("out of memory")
     assert not wins(graph_of())
     spent[LAST] = 1.0
-    images._wins.cache_clear()  # the next process finds memory
+    images._found.cache_clear()  # the next process finds memory
     assert wins(graph_of())
 
 
@@ -155,7 +183,7 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_inductor_lays_images_so_and_packing_follows(monkeypatch, faster):
-    monkeypatch.setattr(layout, "channels_last_wins", lambda nodes: faster)
+    monkeypatch.setattr(layout, "channels_last_wins", lambda *_: faster)
     torch.manual_seed(0)
     net, image = Grouped(), torch.randn(8, 32, 16, 16)
     net(image).backward()
@@ -177,7 +205,7 @@ def test_convolutions_are_timed_and_train_so_on_a_gpu(tmp_path, monkeypatch):
     """Groups of many channels in half precision; whether they win is the device's to say."""
     monkeypatch.setattr(tuned, "rates_folder", lambda: tmp_path)
     monkeypatch.setattr(images, "GAIN", 1000.0)  # they win however long they take
-    images._wins.cache_clear()
+    images._found.cache_clear()
     torch.manual_seed(0)
     net, image = Grouped().cuda(), torch.randn(64, 32, 17, 15, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
@@ -188,7 +216,7 @@ def test_convolutions_are_timed_and_train_so_on_a_gpu(tmp_path, monkeypatch):
         compiled = torch.compile(net, backend="hot", options=OPTIONS | {"accept": "off"})
         with torch._inductor.config.patch(force_disable_caches=True):
             _, code = run_and_get_code(lambda: compiled(image).backward())
-    images._wins.cache_clear()
+    images._found.cache_clear()
     (path,) = tmp_path.glob("*-images-*.json")
     assert all(0 < seconds < 1 for seconds in json.loads(path.read_text()))
     made = re.findall(r"empty_strided_cuda\(\(64, 32, 17, 15\), \((.*?)\)", str(code))

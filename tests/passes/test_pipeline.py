@@ -171,6 +171,6 @@ def test_no_layout_is_forced_where_the_host_is_waited_for(monkeypatch, waits, fo
     monkeypatch.setattr(pipeline, "lay_images", lambda *args: asked.append(args[-1]) or 0)
     step = None if waits is None else StepTime(1.0, 1.0, waits)
     empty = fx.GraphModule(nn.Module(), fx.Graph())
-    context = SimpleNamespace(config=HotConfig(exact_forms=forms))
+    context = SimpleNamespace(config=HotConfig(exact_forms=forms), rates=None)
     pipeline._layouts(Partitioned(context, Plan("exact", ()), empty, empty, 0, step=step))
     assert asked == [may]
