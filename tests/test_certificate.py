@@ -11,6 +11,7 @@ import hot_compile
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.observing.evidence import Spread, Trace, judged
+from hot_compile.observing.gauge import Gauge
 from hot_compile.passes.measure.stored import LOST
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -72,10 +73,22 @@ def test_where_exact_is_not_finite_or_zero_there_is_no_look(value):
 
 
 def test_rounding_is_not_judged():
-    traces = {
-        n: traced([EXACT * s], [EXACT * s]) for n, s in (("a", 1.0), ("b", 1e-7), ("c", 1e-7))
-    }
-    assert set(judged(traces, {"c"})) == {"a", "c"}
+    """Of gains and biases a thousandth of the largest, of matrices what fp32 cannot add to it."""
+    norms = {"a": 1.0, "b": 1e-4, "b.weight": 1e-4, "c": 1e-8, "c.weight": 1e-8}
+    traces = {n: traced([EXACT * norm], [EXACT * norm]) for n, norm in norms.items()}
+    assert set(judged(traces, {"b.weight", "c.weight"})) == {"a", "b.weight"}
+
+
+def test_no_layer_is_blamed_for_a_gradient_that_is_not_judged():
+    gauge = Gauge(weights=("a.weight", "b.weight"))
+    for layer, norm in (("a", 1.0), ("b", 1e-8)):
+        gauge.gradient(f"{layer}.weight", norm * EXACT, norm * EXACT)
+        for side in ("g_x", "g_w"):
+            gauge._keep(layer, side, (torch.tensor(0.5), torch.tensor(0.9)))
+    found = gauge.read()
+    assert {layer: {"g_x", "g_w"} & set(sides) for layer, sides in found.items()} == {
+        "a": {"g_x", "g_w"}, "b": {"g_x"},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("apart", "fault"), [(0.01, True), (0.6, False)])

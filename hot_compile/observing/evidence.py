@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from torch import Tensor
 
@@ -21,8 +21,11 @@ _NOTHING = 0.5
 _LOOKS = 4
 """Fewest looks whose errors' mean is judged."""
 _QUIET = 1e-3
-"""A gradient is not judged if it is smaller than this share of its graph's largest, and no layer's
-weight: a bias in front of a norm has nothing but rounding."""
+"""A gradient is not judged if it is smaller than this share of its graph's largest, and no
+matrix's: a bias in front of a norm has nothing but rounding."""
+_NO_STEP = 2.0**-23
+"""Nor is a matrix's that is smaller than this share, which fp32 cannot add to the largest: where
+all rows of attention are alike, queries and keys have such ones."""
 
 
 class Trace:
@@ -123,12 +126,25 @@ class Spread:
         return cls(statistics.median(figures.values()), figures[name], name)
 
 
-def judged(traces: Mapping[str, Trace], weights: Iterable[str]) -> dict[str, Trace]:
-    """Of the parameters by name: ``weights``, and all whose gradients are more than rounding."""
-    least, weights = quiet(traces), set(weights)
-    return {n: t for n, t in traces.items() if t.looks and (n in weights or t.norm > least)}
+@dataclasses.dataclass(frozen=True)
+class Quiet:
+    """Norms up to which gradients are not judged."""
+
+    vectors: float = 0.0
+    matrices: float = 0.0
+
+    @classmethod
+    def of(cls, traces: Iterable[Trace]) -> Quiet:
+        """By the largest gradient."""
+        largest = max((trace.norm for trace in traces), default=0.0)
+        return cls(_QUIET * largest, _NO_STEP * largest)
 
 
-def quiet(traces: Mapping[str, Trace]) -> float:
-    """The norm up to which a gradient is not judged, unless it is a weight's."""
-    return _QUIET * max((trace.norm for trace in traces.values()), default=0.0)
+def judged(traces: Mapping[str, Trace], matrices: Set[str]) -> dict[str, Trace]:
+    """Of the parameters by name: all whose gradients are more than rounding."""
+    quiet = Quiet.of(traces.values())
+    return {
+        name: trace
+        for name, trace in traces.items()
+        if trace.looks and trace.norm > (quiet.matrices if name in matrices else quiet.vectors)
+    }

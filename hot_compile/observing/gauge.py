@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hot_compile.again import hooked
 from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.observing.certificate import certificate
-from hot_compile.observing.evidence import Spread, Trace, judged, quiet
+from hot_compile.observing.evidence import Quiet, Spread, Trace, judged
 from hot_compile.observing.forgetting import forget
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
@@ -70,7 +70,7 @@ class Gauge(Observer):
         """``rotate``: every so many layers take turns, from one :meth:`read` to the next.
 
         ``config``: how the graph was compiled. ``trained``: its parameters that want gradients.
-        ``weights``: those that are always judged.
+        ``weights``: those that are matrices.
         """
         self.wants_stored = self.doubts = False
         self.rounds = False
@@ -202,9 +202,11 @@ class Gauge(Observer):
     def read_stored(self) -> dict[str, Stored]:
         """What crossed in the backwards since the last call, as far as that was measured."""
         told, self._told = self._told, []
-        least = quiet(self.traces)
+        quiet = Quiet.of(self.traces.values())
         return {
-            fed.name: Stored(fed.scheme, fed.measures(errors, least), fed.held)
+            fed.name: Stored(
+                fed.scheme, fed.measures(errors, quiet.vectors, quiet.matrices), fed.held
+            )
             for fed, errors in told
         }
 
@@ -236,6 +238,8 @@ class Gauge(Observer):
             if trace.add(got.cpu(), want.cpu(), None if other is None else other.cpu()):
                 whose, side = (layer_of(name), WHOLE) if name in self._weights else (name, "grad")
                 found.setdefault(whose, {})[side] = Quality(trace.error, trace.cosine)
+        for name in self._weights & self.traces.keys() - self.judged.keys():
+            found.get(layer_of(name), {}).pop("g_w", None)  # nobody is blamed for that
         if found:
             self.looks, self.shortage = self.looks + 1, short
         return found

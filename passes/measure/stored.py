@@ -77,19 +77,20 @@ class Fed:
         return found
 
     def measures(
-        self, errors: Mapping[str, Tensor], quiet: float = 0.0
+        self, errors: Mapping[str, Tensor], quiet: float = 0.0, nothing: float = 0.0
     ) -> dict[str, StorageMeasure]:
         """By scheme: the worst of :meth:`errors`; empty if there are none, or they are not finite.
 
         A gradient that is zero but for rounding, such as that of a bias in front of a norm, does
-        not count, nor one of a parameter that is no matrix with a norm up to ``quiet``: nobody
-        judges such a parameter. Waits for the device.
+        not count, nor a parameter's with a norm up to ``quiet``, or ``nothing`` if it is a matrix:
+        nobody judges it. Waits for the device.
         """
         norms, nudged, *rest = (row.cpu() for row in errors.values())
         table = torch.stack(rest)  # [schemes, gradients]
         finest, own = table.amin(0), torch.tensor(self.own, device="cpu")
         real = (finest < 1) | (nudged < _NOISE) | (finest == LOST)
-        real &= ~(own & torch.tensor(self.vectors, device="cpu") & (norms <= quiet))
+        least = [quiet if vector else nothing for vector in self.vectors]
+        real &= ~(own & (norms <= torch.tensor(least, device="cpu")))
         table, own = table[:, real], own[real]
         if not table.numel() or not table.isfinite().all():
             return {}

@@ -284,7 +284,7 @@ def test_a_monitor_gives_the_graph_an_exact_forward_with_its_first_rung():
     options = {"forward": "int8"}
     for n in range(4):
         config = monitor.applied(HotConfig.from_options(options), ["fc1.weight"])
-        gauge = Gauge(config=config)
+        gauge = Gauge(config=config, weights=["fc1.weight"])
         gauge.layers.add("fc1")
         gauge.gradient("fc1.weight", torch.tensor([1.5]), torch.tensor([1.0]))
         found = gauge.read()

@@ -90,15 +90,18 @@ def test_what_a_vector_is(shape, is_one):
 
 
 @pytest.mark.parametrize(
-    ("own", "vector", "error"),
-    [(True, True, 0.1), (True, False, 5.0), (False, True, 5.0)],
-)
-def test_what_is_passed_on_and_matrices_always_count(own, vector, error):
+    ("own", "vector", "norm", "error"),
+    [
+        (True, True, 1e-6, 0.1), (True, False, 1e-6, 5.0), (False, True, 1e-6, 5.0),
+        (True, False, 1e-12, 0.1), (False, False, 1e-12, 5.0),
+    ],
+)  # fmt: skip
+def test_what_is_passed_on_counts_and_matrices_do_sooner(own, vector, norm, error):
     fed = Fed("x", None, (True, own), (False, vector), {"rows8": None})
     errors = {
-        "norms": torch.tensor([1.0, 1e-6]),
+        "norms": torch.tensor([1.0, norm]),
         "": torch.tensor([0.0, 1e-3]),
         "rows8": torch.tensor([0.1, 5.0]),
     }
-    found = fed.measures(errors, 1e-3)["rows8"]
+    found = fed.measures(errors, 1e-3, 1e-7)["rows8"]
     assert max(found.error, found.passed) == pytest.approx(error)
