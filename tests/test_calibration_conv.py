@@ -249,8 +249,9 @@ def test_the_monitor_watches_convolutions():
     for batch in batches(3):
         loss_of(step, batch).backward()
     found = seen[1]
-    others = {"depthwise.weight", "depthwise.bias", "block.norm1.weight"}
+    others = {"depthwise", "depthwise.bias", "block.norm1.weight"}
     assert found.keys() >= CONVS | {"head"} | others
+    assert found["depthwise"].keys() == {"weight.grad"}
     assert {name for name, sides in found.items() if "g_w" in sides} == CONVS - {"stem"}
     for name in CONVS - {"stem"}:
         assert set(found[name]) == {"g_x", "g_w", "weight.grad"}
