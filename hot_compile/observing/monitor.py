@@ -52,7 +52,8 @@ _SETTLED = 7
 _ATTEMPTS = 3
 """Repairs of single layers and tensors that are tried before those of all of a graph."""
 _TURNS = 5
-"""So often the share of the budget that is left to one of them is halved, if none takes more."""
+"""So many shares of the budget are tried, each half of the one before, until one of them takes
+more."""
 _NAMED = 4
 """Most layers or tensors of a repair that are named in warnings."""
 _FORWARD = "runs with an exact forward"

@@ -82,7 +82,7 @@ class Fed:
         """By scheme: the worst of :meth:`errors`; empty if there are none, or they are not finite.
 
         A gradient that is zero but for rounding, such as that of a bias in front of a norm, does
-        not count, nor a parameter's with a norm up to ``quiet``, or ``nothing`` if it is a matrix:
+        not count, nor a parameter's with a norm below ``quiet``, or ``nothing`` if it is a matrix:
         nobody judges it. Waits for the device.
         """
         norms, nudged, *rest = (row.cpu() for row in errors.values())
@@ -90,7 +90,7 @@ class Fed:
         finest, own = table.amin(0), torch.tensor(self.own, device="cpu")
         real = (finest < 1) | (nudged < _NOISE) | (finest == LOST)
         least = [quiet if vector else nothing for vector in self.vectors]
-        real &= ~(own & (norms <= torch.tensor(least, device="cpu")))
+        real &= ~(own & (norms < torch.tensor(least, device="cpu")))
         table, own = table[:, real], own[real]
         if not table.numel() or not table.isfinite().all():
             return {}
@@ -114,8 +114,11 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """A gain, a bias, or a weight of one number a channel: one dimension is not 1, or none."""
-    return sum(size != 1 for size in parameter.shape) <= 1
+    """A gain, a bias, or a weight of one number a channel: one dimension is not 1, or none.
+
+    Of a size that is not known yet nothing is asked: it counts as more than 1.
+    """
+    return sum(not (isinstance(size, int) and size == 1) for size in parameter.shape) <= 1
 
 
 def storage_names(forward: fx.Graph) -> dict[fx.Node, str]:

@@ -89,6 +89,15 @@ def test_what_a_vector_is(shape, is_one):
     assert is_vector(torch.empty(shape)) is is_one
 
 
+def test_of_a_size_that_nobody_knows_nothing_is_asked():
+    shape_env = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    with torch._subclasses.FakeTensorMode(shape_env=shape_env):
+        rows = shape_env.create_unbacked_symint()
+        assert not is_vector(torch.empty(rows, 4))
+        assert is_vector(torch.empty(rows, 1))
+    assert not shape_env.guards
+
+
 @pytest.mark.parametrize(
     ("own", "vector", "norm", "error"),
     [
