@@ -151,6 +151,18 @@ def test_what_is_rounded_without_hot_is_told_beside_the_errors():
     assert ", rounding without hot: 12.50%), worst" in str(found)
 
 
+def test_a_matrix_that_does_not_count_is_named():
+    model, monitor = net(), hot_compile.Monitor(budget=0.25)
+    step = compiled(model, monitor)
+    train(step, model, 3)
+    assert not hot_compile.certificate(step).unseen
+    (graph,) = monitor.graphs.values()
+    graph.gauge.traces["0.weight"].norm = 1e-12
+    found = hot_compile.certificate(step)
+    assert found.unseen == {"0.weight": "its gradient is less than fp32 can add to the largest"}
+    assert found.errors.name != "0.weight"
+
+
 def test_a_look_at_the_certificate_takes_nothing_from_the_monitor():
     model, monitor = net(), hot_compile.Monitor(budget=1e-3)
     step = compiled(model, monitor)

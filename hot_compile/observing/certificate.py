@@ -202,7 +202,10 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
             found[f"{part}, {missing[0]} the first"] = gauge.shortage
         else:
             why = "its gradient is sparse, not finite, zero, or not this graph's"
-            found.update(dict.fromkeys(missing, why))
+            small = "its gradient is less than fp32 can add to the largest"
+            found.update(
+                dict.fromkeys(sorted(gauge.too_small), small) | dict.fromkeys(missing, why)
+            )
     return found
 
 

@@ -238,7 +238,7 @@ class Gauge(Observer):
             if trace.add(got.cpu(), want.cpu(), None if other is None else other.cpu()):
                 whose, side = (layer_of(name), WHOLE) if name in self._weights else (name, "grad")
                 found.setdefault(whose, {})[side] = Quality(trace.error, trace.cosine)
-        for name in self._weights & self.traces.keys() - self.judged.keys():
+        for name in self.too_small:
             found.get(layer_of(name), {}).pop("g_w", None)  # nobody is blamed for that
         if found:
             self.looks, self.shortage = self.looks + 1, short
@@ -255,8 +255,13 @@ class Gauge(Observer):
         return judged(self.traces, self._weights)
 
     @property
+    def too_small(self) -> frozenset[str]:
+        """Matrices with gradients that do not count."""
+        return self._weights & (self.traces.keys() - self.judged.keys())
+
+    @property
     def errors(self) -> Spread | None:
-        """Of these parameters' gradients at the last look; None before it."""
+        """Of the gradients that count at the last look; None before it."""
         return Spread.of({name: trace.error for name, trace in self.judged.items()})
 
 
