@@ -5,11 +5,11 @@
 What ``zoo.py`` times are kernels of small batches, for which a host takes longer than its device.
 Here a model's batch is what eager PyTorch takes ``fill`` GiB for. All models compile at once, a
 process each; none is timed before all are done, or ``--wait`` is over, which stops the others; and
-then one by one, stock and hot in turns. So are Triton's configurations: of a kernel that is timed
-beside others' work the wrong one may be taken, which was seen to cost five times what the right one
-does. Hot measures its steps while its
-model has the device alone, and is compiled again there if they wait for their host, as in any run
-that lasts. ``first`` is the first step, with caches as they are.
+then one by one, stock and hot in turns. So are Triton's configurations and images' layouts: of a
+kernel that is timed beside others' work the wrong one may be taken, which was seen to cost five
+times what the right one does. Hot measures its steps while its model has the device alone, and is
+compiled again there if they wait for their host, as in any run that lasts. ``first`` is the first
+step, with caches as they are.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def main(
         }
         for process in processes.values():
             process.start()
-        compiled = _in_time(ready, len(names), wait)
-        late = [name for name in names if name not in compiled]
+        compiled = _in_time(ready, len(processes), wait)
+        late = [name for name in processes if name not in compiled]
         for name in late:
             processes[name].kill()
             processes[name].join()

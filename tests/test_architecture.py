@@ -1,7 +1,7 @@
 """The shape of the tree: data and imports flow one way, files and functions stay small."""
 
 import ast
-import importlib
+import importlib.util
 import re
 import sys
 import types
@@ -268,8 +268,6 @@ def test_functions_are_small():
 
 @pytest.mark.parametrize("name", ["passes", "runtime"])
 def test_bare_names_refuse_to_import(name):
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.raises(ImportError, match=f"hot_compile.{name}"):

@@ -137,6 +137,14 @@ def test_a_certificate_of_a_run(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["errors"]["worst"] == found.errors.worst
 
 
+def test_layers_products_are_judged_where_their_whole_gradient_cannot_be():
+    """A twin that computed something else says nothing of any gradient."""
+    gauge = Gauge(weights=("a.weight",))
+    gauge.gradient("a.weight", EXACT, EXACT * torch.nan)
+    gauge._keep("a", "g_w", (torch.tensor(0.5), torch.tensor(0.9)))
+    assert gauge.read()["a"].keys() == {"g_w"}
+
+
 def test_what_is_rounded_without_hot_is_told_beside_the_errors():
     model, monitor = net(), hot_compile.Monitor(budget=0.25)
     step = compiled(model, monitor)

@@ -203,9 +203,7 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
         else:
             why = "its gradient is sparse, not finite, zero, or not this graph's"
             small = "its gradient is less than fp32 can add to the largest"
-            found.update(
-                dict.fromkeys(sorted(gauge.too_small), small) | dict.fromkeys(missing, why)
-            )
+            found |= dict.fromkeys(missing, why) | dict.fromkeys(sorted(gauge.too_small), small)
     return found
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 
 from torch import Tensor
 
 from hot_compile.passes.measure.linear import compare
-from hot_compile.passes.measure.stored import LOST
+from hot_compile.passes.measure.stored import LOST, Quiet
 
 _OF_NOISE = 0.3
 """Share of the batch's noise that an error may be: it then adds 9 % to a gradient's variance."""
@@ -20,12 +20,6 @@ _NOTHING = 0.5
 """Where exact code of two kinds differs by more than this, there is no gradient but rounding."""
 _LOOKS = 4
 """Fewest looks whose errors' mean is judged."""
-_QUIET = 1e-3
-"""A gradient is not judged if it is smaller than this share of its graph's largest, and no
-matrix's: a bias in front of a norm has nothing but rounding."""
-_NO_STEP = 2.0**-23
-"""Nor is a matrix's that is smaller than this share, which fp32 cannot add to the largest: where
-all rows of attention are alike, queries and keys have such ones."""
 
 
 class Trace:
@@ -126,25 +120,11 @@ class Spread:
         return cls(statistics.median(figures.values()), figures[name], name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Quiet:
-    """Norms up to which gradients are not judged."""
-
-    vectors: float = 0.0
-    matrices: float = 0.0
-
-    @classmethod
-    def of(cls, traces: Iterable[Trace]) -> Quiet:
-        """By the largest gradient."""
-        largest = max((trace.norm for trace in traces), default=0.0)
-        return cls(_QUIET * largest, _NO_STEP * largest)
-
-
 def judged(traces: Mapping[str, Trace], matrices: Set[str]) -> dict[str, Trace]:
     """Of the parameters by name: all whose gradients are more than rounding."""
-    quiet = Quiet.of(traces.values())
+    quiet = Quiet.of(trace.norm for trace in traces.values())
     return {
         name: trace
         for name, trace in traces.items()
-        if trace.looks and trace.norm > (quiet.matrices if name in matrices else quiet.vectors)
+        if trace.looks and trace.norm > quiet.least(vector=name not in matrices)
     }

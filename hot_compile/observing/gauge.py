@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hot_compile.again import hooked
 from hot_compile.config import BASELINES, HotConfig, Strategy
 from hot_compile.observing.certificate import certificate
-from hot_compile.observing.evidence import Quiet, Spread, Trace, judged
+from hot_compile.observing.evidence import Spread, Trace, judged
 from hot_compile.observing.forgetting import forget
 from hot_compile.observing.monitor import WHOLE, Look, Monitor, Qualities, Quality, layer_of
 from hot_compile.observing.raising import Stored
@@ -36,7 +36,7 @@ from hot_compile.passes.measure.linear import (
     quantised_grad_weight,
 )
 from hot_compile.passes.measure.observe import SAME, Layer, Observer
-from hot_compile.passes.measure.stored import Fed
+from hot_compile.passes.measure.stored import Fed, Quiet
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.step_time import StepTime
@@ -202,11 +202,9 @@ class Gauge(Observer):
     def read_stored(self) -> dict[str, Stored]:
         """What crossed in the backwards since the last call, as far as that was measured."""
         told, self._told = self._told, []
-        quiet = Quiet.of(self.traces.values())
+        quiet = Quiet.of(trace.norm for trace in self.traces.values())
         return {
-            fed.name: Stored(
-                fed.scheme, fed.measures(errors, quiet.vectors, quiet.matrices), fed.held
-            )
+            fed.name: Stored(fed.scheme, fed.measures(errors, quiet), fed.held)
             for fed, errors in told
         }
 
@@ -256,8 +254,9 @@ class Gauge(Observer):
 
     @property
     def too_small(self) -> frozenset[str]:
-        """Matrices with gradients that do not count."""
-        return self._weights & (self.traces.keys() - self.judged.keys())
+        """Matrices that were looked at, with gradients that do not count."""
+        looked = {name for name, trace in self.traces.items() if trace.looks}
+        return self._weights & looked - self.judged.keys()
 
     @property
     def errors(self) -> Spread | None:

@@ -38,9 +38,33 @@ _NORMS, _NUDGED = "norms", ""
 _NOISE = 0.1
 """A gradient that this changes by as much, and that the finest scheme gets wholly wrong, is nothing
 but rounding: of all that is rounded for it this is one."""
+_QUIET = 1e-3
+"""A vector's gradient does not count that is smaller than this share of its graph's largest: of a
+bias in front of a norm it is nothing but rounding."""
+_NO_STEP = 2.0**-23
+"""Nor does a matrix's that is smaller than this share, which fp32 cannot add to the largest: where
+all rows of attention are alike, queries and keys have such ones."""
 LOST = 1e6
 """Error of what is infinite or far beyond all that rounding does to sums that cancel."""
 _SUMS = SUMS | {aten.add.Tensor}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quiet:
+    """Norms that a gradient must be above to count."""
+
+    vectors: float = 0.0
+    matrices: float = 0.0
+
+    @classmethod
+    def of(cls, norms: Iterable[float]) -> Quiet:
+        """By the largest of a graph's gradients."""
+        largest = max(norms, default=0.0)
+        return cls(_QUIET * largest, _NO_STEP * largest)
+
+    def least(self, vector: bool) -> float:
+        """Of a vector, or of a matrix."""
+        return self.vectors if vector else self.matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +101,18 @@ class Fed:
         return found
 
     def measures(
-        self, errors: Mapping[str, Tensor], quiet: float = 0.0, nothing: float = 0.0
+        self, errors: Mapping[str, Tensor], quiet: Quiet = Quiet()
     ) -> dict[str, StorageMeasure]:
         """By scheme: the worst of :meth:`errors`; empty if there are none, or they are not finite.
 
         A gradient that is zero but for rounding, such as that of a bias in front of a norm, does
-        not count, nor a parameter's with a norm below ``quiet``, or ``nothing`` if it is a matrix:
-        nobody judges it. Waits for the device.
+        not count, nor a parameter's that is too ``quiet``. Waits for the device.
         """
         norms, nudged, *rest = (row.cpu() for row in errors.values())
         table = torch.stack(rest)  # [schemes, gradients]
         finest, own = table.amin(0), torch.tensor(self.own, device="cpu")
         real = (finest < 1) | (nudged < _NOISE) | (finest == LOST)
-        least = [quiet if vector else nothing for vector in self.vectors]
+        least = list(map(quiet.least, self.vectors))
         real &= ~(own & (norms < torch.tensor(least, device="cpu")))
         table, own = table[:, real], own[real]
         if not table.numel() or not table.isfinite().all():
@@ -193,7 +216,7 @@ class _Part:
     def _visit(self, node: fx.Node) -> None:
         """``node`` reads something made of the tensor."""
         if node.op == "output":
-            self._results = {n: None for n in node.all_input_nodes if n in self._live}
+            self._results = dict.fromkeys(n for n in node.all_input_nodes if n in self._live)
             self._end(self._results)
         elif node not in self._gradients:
             if node.name in self._recomputed and not makes_bool(node):  # masks cross without loss

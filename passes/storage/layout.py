@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, returned, strip
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, is_tangent, returned, strip
 from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
@@ -174,13 +174,12 @@ def _turned(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> int:
     given = backward.find_nodes(op="placeholder")
     crossing = [
         *(node for node in inputs if node not in weights),
-        *(node for node in given if node.name.startswith("tangents")),
+        *filter(is_tangent, given),
         *returned(forward)[:num_fwd_outputs],
         *(gradient for node, gradient in gradients if node not in weights),
     ]
     images = [n.meta["val"] for n in crossing if isinstance(n, fx.Node) and _is_image(n)]
-    last = torch.channels_last
-    return sum(bytes_of(x) for x in images if not x.is_contiguous(memory_format=last))
+    return sum(bytes_of(x) for x in images if hint(x.stride(CHANNEL_DIM)) != 1)
 
 
 def _mark_images(forward: fx.GraphModule) -> None:

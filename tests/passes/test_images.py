@@ -117,6 +117,20 @@ def test_what_is_turned_at_the_edges_are_images_that_come_and_go(monkeypatch):
     assert asked == [4 * 4 * image.numel(), 4 * image.numel()]
 
 
+def test_sizes_that_change_are_not_asked_where_they_are_turned(monkeypatch):
+    """No guard comes of it: another batch runs by the same code."""
+    asked = []
+    monkeypatch.setattr(layout, "channels_last_wins", lambda *given: asked.append(given) or False)
+    net = nn.Conv2d(32, 32, 3, padding=1, groups=2)
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with uncached, torch.backends.mkldnn.flags(enabled=False):
+        torch._dynamo.reset()
+        compiled = torch.compile(net, backend="hot", options=OPTIONS, dynamic=True)
+        for size in ((8, 32, 16, 24), (6, 32, 12, 20)):
+            compiled(torch.randn(size)).square().mean().backward()
+    assert len(asked) == 1
+
+
 def test_a_later_process_heeds_what_was_found(clock):
     spent, timed = clock
     assert wins(graph_of())

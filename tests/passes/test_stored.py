@@ -9,9 +9,7 @@ from samples_looks import compiled
 from torch import nn
 
 import hot_compile
-from hot_compile.backend import hot
-from hot_compile.passes.measure.stored import Fed, is_vector
-from hot_compile.record import run_uncompiled
+from hot_compile.passes.measure.stored import Fed, Quiet, is_vector
 
 
 class Gained(nn.Module):
@@ -58,11 +56,7 @@ def test_nobody_is_blamed_for_a_gradient_that_nobody_judges(tmp_path):
     """It is not zero, but for a thousandth of the others, and wrong by many times itself."""
     model = images(Gained())
     monitor = hot_compile.Monitor(every=1, budget=1e-6, rotate=1, path=tmp_path / "looks")
-    options = {"min_gain": 0, "memory_min_bytes": 0, "monitor": monitor}
-    run = torch.compile(
-        model, backend=functools.partial(hot, options=options, inner_compile=run_uncompiled)
-    )
-    trained(run, model, 4)
+    trained(compiled(model, memory_min_bytes=0, monitor=monitor), model, 4)
     lines = [json.loads(line) for line in (tmp_path / "looks").read_text().splitlines()]
     stored = next(line["stored"] for line in lines if line.get("stored"))
     assert stored
@@ -112,5 +106,5 @@ def test_what_is_passed_on_counts_and_matrices_do_sooner(own, vector, norm, erro
         "": torch.tensor([0.0, 1e-3]),
         "rows8": torch.tensor([0.1, 5.0]),
     }
-    found = fed.measures(errors, 1e-3, 1e-7)["rows8"]
+    found = fed.measures(errors, Quiet(1e-3, 1e-7))["rows8"]
     assert max(found.error, found.passed) == pytest.approx(error)
