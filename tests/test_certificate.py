@@ -137,6 +137,20 @@ def test_a_certificate_of_a_run(tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["errors"]["worst"] == found.errors.worst
 
 
+def test_gradients_of_zero_are_named_as_what_they_are():
+    """A head that starts at zero, as Sequencer's: there were backwards, and nothing in them."""
+    model = net()
+    nn.init.zeros_(model[-1].weight)
+    body = model[:-1]
+    step = compiled(body, hot_compile.Monitor(budget=0.25))
+    for _ in range(2):
+        model[-1](step(torch.randn(64, 64))).square().mean().backward()
+    found = hot_compile.certificate(step)
+    assert found.errors is None
+    assert found.unseen.keys() == dict(body.named_parameters()).keys()
+    assert all("zero" in why for why in found.unseen.values())
+
+
 def test_layers_products_are_judged_where_their_whole_gradient_cannot_be():
     """A twin that computed something else says nothing of any gradient."""
     gauge = Gauge(weights=("a.weight",))

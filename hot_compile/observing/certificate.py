@@ -194,7 +194,7 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
             found[f"graph {number}"] = gauge.problem
             continue
         missing = [n for n in gauge.trained if n not in gauge.traces or not gauge.traces[n].looks]
-        if not gauge.looks or (gauge.shortage and not missing):
+        if not gauge.backwards or (gauge.shortage and not missing):
             before = _SETTLED if gauge.settled else "no watched step had a backward yet"
             found[f"graph {number}"] = gauge.shortage or before
         elif gauge.shortage:

@@ -86,6 +86,9 @@ class Gauge(Observer):
         self.step: StepTime | None = None
         """What it says of the time that a step takes."""
         self.looks = 0
+        """Watched backwards in which some gradient could be compared."""
+        self.backwards = 0
+        """Those that were watched at all."""
         self.attempts = 0
         """Repairs of this graph, the last ones, that were not enough."""
         self.repaired = False
@@ -108,7 +111,6 @@ class Gauge(Observer):
         """As that, of a look that is not read yet."""
         self._weights = frozenset(weights)
         self._rotate = rotate
-        self._turn = 0
         self._places: dict[str, int] = {}
         self.layers: set[str] = set()
         """Names of the layers shown."""
@@ -141,7 +143,7 @@ class Gauge(Observer):
             return
         place = self._places.setdefault(layer.name, len(self._places))
         period = 1 if self.wants_stored else min(self._rotate, len(self._places))
-        if place % period != self._turn % period:
+        if place % period != self.backwards % period:
             return
         with torch.no_grad():
             if layer.convolves:
@@ -224,7 +226,7 @@ class Gauge(Observer):
         pending, self._pending = self._pending, []
         sketches, self._sketches = self._sketches, {}
         uncertain, self._uncertain = self._uncertain, {}
-        self._turn += 1
+        self.backwards += 1
         found: dict[str, dict[str, Quality]] = {}
         for name, side, figures in pending:
             error, cosine = figures.tolist()
