@@ -46,7 +46,6 @@ from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
 from .passes.measure.stored import is_vector
-from .passes.plan import Plan
 from .passes.profile.profile import Profile
 from .passes.spared_work import collected_later
 from .passes.storage.step_time import StepTime
@@ -422,15 +421,20 @@ class _Graph:
         """As far as is known something of it is not exact."""
         return not self.done or self.done[-1].changed
 
-    @property
-    def plan(self) -> Plan:
-        """What was done to it, as far as is known."""
-        return self.done[-1].plan if self.done else NO_PLAN
+    def gauge(self, monitor: Monitor, config: HotConfig) -> Gauge:
+        """What its steps will be shown to."""
+        gauge = Gauge(monitor.rotate, config, self.trained, self.matrices)
+        gauge.path = self.path
+        gauge.settled, gauge.as_stock = self.known.settled, self.known.as_stock
+        return gauge
 
-    def tell(self, gauge: Gauge) -> None:
-        """Let it know what was done to the graph."""
-        crossing = self.done[-1].crossing if self.done else ()
-        gauge.compiled(self.plan, crossing, functools.partial(room, self.devices))
+    def told(self, watch: Watch, gauge: Gauge, monitor: Monitor) -> Watched:
+        """Let the gauge know what was done to the graph, which is watched from now on."""
+        known = self.done[-1] if self.done else None
+        plan, crossing = (known.plan, known.crossing) if known else (NO_PLAN, ())
+        gauge.compiled(plan, crossing, functools.partial(room, self.devices))
+        made_of = (self.code, *(id(x) for _, x in self._parameters if x.requires_grad))
+        return Watched(watch.usual, watch, gauge, monitor, made_of)
 
     def finished(self, config: HotConfig, profile: Profile | None = None) -> Any:
         """The graph for good."""
@@ -449,11 +453,9 @@ def _final(
     if isinstance(monitor, Acceptance):
         return _accepted(graph, config, profile, monitor)
     config = monitor.applied(config, graph.inputs.parameters)
-    gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
+    gauge = graph.gauge(monitor, config)
     watch = graph.watched(config, profile, gauge, graph.finished)
-    graph.tell(gauge)
-    watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
-    return monitor.watches((graph.code, graph.trained), watched)
+    return monitor.watches(graph.told(watch, gauge, monitor))
 
 
 def _accepted(
@@ -464,18 +466,16 @@ def _accepted(
     config = monitor.applied(config, graph.inputs.parameters)
     if config.accept == "remembered" or monitor.cannot_see(graph.path, graph.unseen):
         return graph.finished(config, profile)
-    gauge = Gauge(monitor.rotate, config, graph.trained, graph.matrices)
-    gauge.path, gauge.settled = graph.path, graph.known.settled
+    gauge = graph.gauge(monitor, config)
     clock = monitor.clock(graph.path, graph.devices)
     differs = graph.changes_by(config, profile) if clock else None
     watch = graph.looked_at(config, profile, gauge)
     if not (graph.changed or graph.known.stored):
         return watch.usual
-    graph.tell(gauge)
-    watched = Watched(watch.usual, watch, gauge, monitor, graph.code)
+    watched = graph.told(watch, gauge, monitor)
     if clock and differs:
         watched.clock, watched.differs = clock, differs
-    return monitor.watches((graph.code, graph.trained), watched)
+    return monitor.watches(watched)
 
 
 def _auto(graph: _Graph, config: HotConfig, monitor: Monitor | None) -> Callable[..., Any]:

@@ -164,7 +164,7 @@ def test_what_is_rounded_without_hot_is_told_beside_the_errors():
     step = compiled(model, monitor)
     train(step, model, 3)
     assert hot_compile.certificate(step).rounding is None
-    (graph,) = monitor.graphs.values()
+    (graph,) = monitor.graphs
     for trace in graph.gauge.judged.values():
         trace.rounding = 0.125
     trace.rounding = 0.5
@@ -178,7 +178,7 @@ def test_a_matrix_that_does_not_count_is_named():
     step = compiled(model, monitor)
     train(step, model, 3)
     assert not hot_compile.certificate(step).unseen
-    (graph,) = monitor.graphs.values()
+    (graph,) = monitor.graphs
     graph.gauge.traces["0.weight"].norm = 1e-12
     found = hot_compile.certificate(step)
     assert found.unseen == {"0.weight": "its gradient is less than fp32 can add to the largest"}

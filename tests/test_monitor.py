@@ -12,10 +12,12 @@ from torch import nn
 
 import hot_compile
 from hot_compile.backend import hot
+from hot_compile.config import HotConfig
 from hot_compile.errors import OptionError
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.memory import peak_bytes
 from hot_compile.observing import watching
+from hot_compile.observing.acceptance import Acceptance
 from hot_compile.observing.gauge import Gauge, Watched
 from hot_compile.observing.monitor import Monitor, Quality
 from hot_compile.testing import cosine, hot_step
@@ -146,7 +148,7 @@ def test_which_forwards_are_watched(every, due):
 
     observed.check_outputs = lambda: None
     observed.telling = contextlib.nullcontext
-    watched = Watched(lambda: calls.append("usual"), observed, gauge, Monitor(every=every), None)
+    watched = Watched(lambda: calls.append("usual"), observed, gauge, Monitor(every=every))
     for _ in range(300):
         watched()
     assert [n for n, call in enumerate(calls, 1) if call == "observed"] == due
@@ -350,3 +352,70 @@ def test_a_watched_step_takes_no_more_memory_than_an_exact_one(kind):
     monitor = hot_compile.Monitor(every=2, rotate=1)
     watched = peak_of(model, x, backend="hot", options={"min_gain": 0, "monitor": monitor})
     assert watched <= exact + more
+
+
+class Block(nn.Module):
+    """What a break of Dynamo's makes a graph of: one for blocks that differ in nothing it knows."""
+
+    def __init__(self, width, offset):
+        super().__init__()
+        self.fc, self.norm, self.offset = nn.Linear(64, width), nn.LayerNorm(width), offset
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return F.pad(self.norm(self.fc(x)) + self.offset, (0, 64 - self.fc.out_features))
+
+
+def looked_at(monitor, *blocks, batches=(64,) * 4):
+    """A monitor that has watched steps of the blocks, one behind the other."""
+    model = nn.Sequential(*blocks)
+    step = compiled(model, monitor)
+    for batch in batches:
+        model.zero_grad()
+        step(torch.randn(batch, 64, requires_grad=True)).square().mean().backward()
+    return monitor
+
+
+@pytest.mark.parametrize("others", [[(48, 0)], [(64, 1)], [(64, 1), (48, 0)]])
+def test_blocks_of_the_same_code_are_graphs_of_their_own(others):
+    monitor = looked_at(Acceptance(), Block(64, 0), *(Block(*other) for other in others))
+    assert len(monitor.graphs) == monitor.compiles == 1 + len(others)
+    found = hot_compile.certificate(monitor)
+    assert all(graph.gauge.looks == 3 for graph in monitor.graphs), "at steps 1, 2 and 4"
+    worst = [graph.gauge.errors for graph in monitor.graphs]
+    assert found.errors.worst == max(each.worst for each in worst)
+    assert found.errors.name.startswith(tuple(each.name for each in worst))
+    assert " of graph " in found.errors.name
+    assert found.layers == len(monitor.graphs)
+
+
+def test_a_graph_for_other_batches_takes_the_place_of_the_one_before():
+    monitor = looked_at(Monitor(), Block(64, 0), batches=(64, 32, 16))
+    assert monitor.compiles == 2
+    assert len(monitor.graphs) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_blocks_that_are_repaired_are_compiled_in_place(offset):
+    """Two of one graph, or a graph for each, of which the code is dropped together."""
+    monitor = looked_at(Monitor(budget=1e-3), Block(64, 0), Block(64, offset), batches=9 * [64])
+    assert monitor.demoted or monitor.raised or monitor.stored
+    graphs = 1 + bool(offset)
+    assert len(monitor.graphs) == graphs
+    assert monitor.compiles > graphs
+    assert any(graph.gauge.repairs for graph in monitor.graphs)
+    assert not hot_compile.certificate(monitor).off
+
+
+def test_what_was_done_to_layers_of_the_same_name_is_not_done_to_others_yet():
+    """A block that is wrong is repaired, though a narrower one was, and is exact by now."""
+    block, narrow = (
+        Gauge(config=HotConfig(), trained=["fc.weight"], weights=["fc.weight"]) for _ in range(2)
+    )
+    monitor = Monitor(budget=0.1, stored={"fc": "stores activations exactly: why"})
+    block.config = monitor.applied(block.config, ["fc.weight"])
+    for gauge in (block, narrow):
+        gauge.gradient("fc.weight", torch.ones(2), 2 * torch.ones(2))
+        gauge.read()
+    assert not monitor.faults({}, block)
+    assert monitor.faults({}, narrow).keys() == {"fc.weight"}

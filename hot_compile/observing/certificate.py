@@ -6,7 +6,8 @@ import dataclasses
 import html
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
 
 from hot_compile.config import Strategy
-from hot_compile.observing.evidence import Spread
+from hot_compile.observing.evidence import Spread, Trace
 from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.sizes import memory_text, time_text
@@ -158,11 +159,11 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
             'backend="hot") returned, after its first step, without accept="off". Compile it '
             f"so, or pass its monitor{_looked_at_inside(step)}."
         )
-    for graph in list(monitor.graphs.values()):
+    for graph in monitor.graphs:
         graph.conclude()
-    gauges = [graph.gauge for graph in monitor.graphs.values()]
+    gauges = [graph.gauge for graph in monitor.graphs]
     decisions = [d for gauge in gauges for d in gauge.decisions]
-    traces = {name: t for gauge in gauges for name, t in gauge.judged.items()}
+    traces = _named([gauge.judged for gauge in gauges])
     noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
     rounding = {name: t.rounding for name, t in traces.items() if t.rounding}
     bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
@@ -185,10 +186,20 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
     )
 
 
+def _named(traces: Sequence[Mapping[str, Trace]]) -> dict[str, Trace]:
+    """Those of all graphs; each counts, though blocks may have parameters of the same names."""
+    counts = Counter(name for each in traces for name in each)
+    return {
+        f"{name} of graph {number}" if counts[name] > 1 else name: trace
+        for number, each in enumerate(traces)
+        for name, trace in each.items()
+    }
+
+
 def _unseen(monitor: Monitor) -> dict[str, str]:
     """What of the monitor's graphs could not be looked at, and why."""
     found = dict(getattr(monitor, "unseen", {}))
-    for number, graph in enumerate(monitor.graphs.values()):
+    for number, graph in enumerate(monitor.graphs):
         gauge = graph.gauge
         if gauge.problem is not None:
             found[f"graph {number}"] = gauge.problem

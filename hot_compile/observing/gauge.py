@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -94,11 +93,13 @@ class Gauge(Observer):
         self.repaired = False
         """It is to be compiled again."""
         self.path: Path | None = None
-        """Where what is found is kept."""
+        """Where what is found is kept, by all that tells its graph from others."""
         self.repairs = 0
         """Of this graph so far, by this process."""
         self.settled = False
         """Its first looks, perhaps in an earlier process, found nothing."""
+        self.as_stock = False
+        """Its graph is compiled as stock compiles it: there is nothing left to repair."""
         self.room: Callable[[], float] = lambda: math.inf
         """Bytes of its devices that are free where a step's memory is highest."""
         self.exact_more = 0
@@ -275,14 +276,19 @@ class Watched:
         observed: Watch,
         gauge: Gauge,
         monitor: Monitor,
-        code: CodeType | None,
+        made_of: tuple[Any, ...] = (None,),
     ) -> None:
-        """``observed`` computes the same as ``usual``, and shows it to ``gauge``."""
+        """``observed`` computes the same as ``usual``, and shows it to ``gauge``.
+
+        ``made_of``: the code that Dynamo compiled it of, and the ids of its trained parameters.
+        """
         self._usual = usual
         self._observed = observed
         self.gauge = gauge
         self._monitor = monitor
-        self._code = code
+        self._made_of = made_of
+        self._dropped = False
+        """Its code is to be compiled again."""
         self.clock: StepClock | None = None
         """Times some steps, of which the graph is a part, if that is wanted."""
         self.differs: Differs = lambda *_: True
@@ -406,4 +412,16 @@ class Watched:
     def _repaired(self) -> None:
         """The next forward compiles the graph anew."""
         self.gauge.repaired, self.gauge.wants_stored = True, False
-        forget(self._code)
+        code = self._made_of[0]
+        for graph in self._monitor.graphs:
+            graph._dropped = graph._dropped or code in (None, graph._made_of[0])
+        forget(code)
+
+    def replaces(self, old: Watched) -> bool:
+        """Of the same code and parameters, or the same graph again, of which the code was dropped:
+        several layers may share that, and another of them comes first then.
+
+        Code alone does not tell: a graph break in a block leaves a graph for each.
+        """
+        again = old._dropped and self._made_of[0] == old._made_of[0]
+        return self._made_of == old._made_of or (again and self.gauge.path == old.gauge.path)

@@ -144,7 +144,7 @@ class Monitor:
     """A look takes a step's backwards together, as far as their gradients are summed."""
 
     def __post_init__(self) -> None:
-        self.graphs: dict[object, Watched] = {}
+        self.graphs: list[Watched] = []
         """Each graph's present code, with what was seen of it."""
         self.history: list[Look] = []
         """All looks so far, first to last."""
@@ -172,9 +172,10 @@ class Monitor:
     def applied(self, config: HotConfig, names: Sequence[str | None]) -> HotConfig:
         """The configuration for the graph of these parameters, after what was found so far."""
         layers = {layer_of(name) for name in names if name}
-        for name in self.stored.keys() & layers:
-            rung = _FINER.get(self.stored[name].split(":")[0], _FINER[_LAST])
-            config = dataclasses.replace(config, **rung)
+        reached = {self.stored[name].split(":")[0] for name in self.stored.keys() & layers}
+        for rung, change in _FINER.items():  # each goes further than the one before
+            if rung in reached or (rung == _LAST and reached - _FINER.keys()):
+                config = dataclasses.replace(config, **change)
         exact = tuple((name, strategy_in(why)) for name, why in self.demoted.items())
         bits = (*config.memory_override, *bits_by_tensor(self.raised))
         forwards = (*config.forward_exact, *self.forwards)
@@ -216,7 +217,7 @@ class Monitor:
 
     def faults(self, found: Qualities, gauge: Gauge) -> dict[str, str]:
         """What left the budget: layers by their own strategy, parameters by the whole error."""
-        if self.budget is None or self._stands(gauge, AS_STOCK if self.sums else _LAST):
+        if self.budget is None or (gauge.as_stock if self.sums else self._is_exact(gauge)):
             return {}
         own = {name: exact_products(off, None) for name, off in self._own(found, 1.0).items()}
         whole = {name: t.fault(self.budget) for name, t in gauge.judged.items()}
@@ -319,7 +320,7 @@ class Monitor:
             _warn("stays exact", heads)
             return True
         changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
-        last = AS_STOCK if self._stands(gauge, _LAST) else _LAST
+        last = AS_STOCK if self._is_exact(gauge) else _LAST
         rung, room = next(changes, last), gauge.room()
         if rung != _FORWARD and gauge.exact_more > room:
             _too_little(f"no graph that {rung}", room)
@@ -330,18 +331,20 @@ class Monitor:
         log.warning("hot: a graph %s from now on: %s", rung, why)
         return True
 
-    def _stands(self, gauge: Gauge, rung: str) -> bool:
-        """A graph is on this rung by now."""
-        return any(self.stored.get(name, "").startswith(rung) for name in gauge.names)
+    def _is_exact(self, gauge: Gauge) -> bool:
+        """A graph was compiled with the last rung; others may have layers of the same names."""
+        reached = (self.stored.get(name, "").startswith((_LAST, AS_STOCK)) for name in gauge.names)
+        return any(reached) and not _changes(gauge.config, _FINER[_LAST])
 
-    def watches(self, key: object, graph: Watched) -> Watched:
+    def watches(self, graph: Watched) -> Watched:
         """A graph was compiled: ``graph``, which is returned, is what runs from now on."""
-        before = self.graphs.get(key)
+        before = next(filter(graph.replaces, self.graphs), None)
         if before is not None:
             graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
             graph.steps = before.steps
             graph.gauge.repairs = before.gauge.repairs + before.gauge.repaired
-        self.graphs[key] = graph
+            self.graphs.remove(before)
+        self.graphs.append(graph)
         self.compiles += 1
         return graph
 
@@ -370,16 +373,15 @@ class Monitor:
     @property
     def busy(self) -> bool:
         """Some graph was not looked at yet, or is being repaired, as far as is known now."""
-        graphs = list(self.graphs.values())
-        for graph in graphs:
+        for graph in self.graphs:
             graph.conclude()
-        gauges = [graph.gauge for graph in graphs]
+        gauges = [graph.gauge for graph in self.graphs]
         waits = (g.repaired or g.wants_stored or g.doubts for g in gauges)
         return any(waits) or any(not g.looks and not g.problem for g in gauges)
 
     def settled(self) -> bool:
         """All graphs were looked at as often as a line at the end needs; True once."""
-        if self._said or any(graph.gauge.looks < _SETTLED for graph in self.graphs.values()):
+        if self._said or any(graph.gauge.looks < _SETTLED for graph in self.graphs):
             return False
         self._said = True
         return True

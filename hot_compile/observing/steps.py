@@ -26,7 +26,8 @@ class Steps:
     def __init__(self) -> None:
         self._open: Callable[[], _Forward | None] = lambda: None
         """The last forward, while its backward did not run."""
-        self._versions: list[int] = []
+        self._versions: list[int] | None = None
+        """Of the parameters at the last forward; None before it."""
 
     def begins(self, args: Sequence[Any]) -> bool:
         """The next forward, with these inputs, is the first of a step: gradients were taken of the
@@ -34,7 +35,8 @@ class Steps:
         if self._open() is not None:
             return False
         parameters = _trained(args)
-        return all(p.grad is None for p in parameters) or versions(parameters) != self._versions
+        used = self._versions is not None and versions(parameters) != self._versions
+        return used or all(p.grad is None for p in parameters)
 
     def passed(self, outputs: Any, args: Sequence[Any]) -> None:
         """A forward ran."""
