@@ -9,7 +9,7 @@ then one by one, stock and hot in turns. So are Triton's configurations and imag
 kernel that is timed beside others' work the wrong one may be taken, which was seen to cost five
 times what the right one does. Hot measures its steps while its model has the device alone, and is
 compiled again there if they wait for their host, as in any run that lasts. ``first`` is the first
-step, with caches as they are.
+step, with caches as they are. A model's row is written as soon as it was timed.
 """
 
 from __future__ import annotations
@@ -229,14 +229,14 @@ def main(
             processes[name].kill()
             processes[name].join()
         all_done.set()
-        rows = [said.get() for _ in compiled]
-    rows += [Row(name, error=f"not compiled within {wait:g} s (--wait)") for name in late]
+        rows = [Row(name, error=f"not compiled within {wait:g} s (--wait)") for name in late]
+        for _ in compiled:
+            rows.append(said.get())
+            print(f"{rows[-1].name}: {rows[-1].error or rows[-1].certificate}", flush=True)
+            if json_file:  # now: whoever stops the program has what was timed so far
+                arguments = {"fill": fill, "dropout": dropout, "accept": accept}
+                write_json(json_file, torch.device(device), arguments, list(map(asdict, rows)))
     show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
-    for row in (r for r in rows if r.error or r.certificate):
-        print(f"{row.name}: {row.error or row.certificate}")
-    if json_file:
-        arguments = {"fill": fill, "dropout": dropout, "accept": accept}
-        write_json(json_file, torch.device(device), arguments, list(map(asdict, rows)))
     return rows
 
 

@@ -481,3 +481,16 @@ def test_the_dearest_by_bytes_saved_go_first(found, share):
     assert (kept == chosen) == (share >= 1)
     dropped = chosen.keys() - kept.keys()
     assert not dropped or max(map(rate, kept), default=0) <= min(map(rate, dropped)) * (1 + 1e-9)
+
+
+def test_channels_cost_more_the_fewer_there_are(file_of):
+    """One block adds up each channel's partial results: an image of three is left as it is."""
+    path, start = file_of("H200"), DEVICES["H200"].start
+    (every,) = predict(convolutions, 64, path, "bf16", options={"memory": "all"}).graphs
+    images = {int(c.shape[1]): c for c in every.crossing if c.scheme.startswith("channels8")}
+    assert images.keys() == {3, 64}
+    assert images[3].seconds > 50 * start
+    assert images[3].seconds > images[64].seconds
+    (default,) = predict(convolutions, 64, path, "bf16").graphs
+    stored = {int(c.shape[1]) for c in default.crossing if c.scheme.startswith("channels8")}
+    assert 3 not in stored

@@ -83,6 +83,17 @@ def test_gradients_are_those_of_the_pool(rewritten, window, size, channels_last)
     assert rewritten == [0 if size == (8, 7) else 1]
 
 
+@pytest.mark.parametrize(("window", "least"), [((2, 2), 0.0), ((3, 2, 1), 1e-11)])
+def test_little_is_won_where_no_windows_overlap(monkeypatch, window, least):
+    done, own = [], exact_forms.take
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(pipeline, "take", lambda *args: done.extend(own(*args)) or tuple(done))
+    check(Pooled(nn.MaxPool2d(*window)), torch.randn(3, 3, 8, 8))
+    (form,) = done
+    assert form.taken
+    assert least < form.seconds_won / (3 * 8 * 4 * 4) < 1e-12 + 3 * least
+
+
 def test_ties_go_where_the_forward_sent_them(rewritten):
     """Zeros behind a ReLU: every window has several maxima."""
     torch.manual_seed(0)
