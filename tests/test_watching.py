@@ -87,6 +87,7 @@ def test_what_stays_wrong_is_compiled_as_stock_compiles_it(monkeypatch, caplog):
     assert max(errors(train(step, 16), want).values()) < 1e-5
     assert caplog.text.count("as stock Inductor compiles it") == 1
     assert not hot_compile.certificate(step).off
+    assert hot_compile.certificate(step).compiles == 4, "a repair, and two of all of the graph"
     torch._dynamo.reset()
     assert max(errors(train(compiled(model), 1), want).values()) < 1e-5, "the next run knows"
 
@@ -351,3 +352,19 @@ def test_layers_are_shown_by_code_that_nothing_is_compiled_for(inside, monkeypat
     looked_at_rounding(inside, steps=4, inner_compile=lambda *a, **k: run_uncompiled(*a, **k))
     assert asked
     assert all(graphs[twin].inner_compile is run_uncompiled for twin in asked)
+
+
+def test_a_repair_is_in_vain_if_the_worst_error_is_what_it_was():
+    seen = gauge.Gauge(trained=["a.weight", "b"], weights=["a.weight"])
+    exact = torch.linspace(-1, 1, 4001)
+
+    def looked(**errors):
+        for name, error in errors.items():
+            seen.gradient(name.replace("_", "."), exact * (1 + error), exact)
+        seen.read()
+        return seen.repaired_in_vain
+
+    assert not looked(a_weight=0.3, b=0.1)
+    seen.before = seen.errors
+    assert looked(a_weight=0.301, b=0.4), "another one may be worse by now"
+    assert not looked(a_weight=0.2, b=0.3)

@@ -43,6 +43,8 @@ from hot_compile.passes.storage.step_time import StepTime
 log = logging.getLogger("hot_compile")
 
 _UNTOUCHED = BASELINES | {Strategy.EXACT}
+_SAME_ERROR = 0.02
+"""An error that changes by less than this share of it has not changed."""
 _FORWARDS = 8
 """Most forwards of a look: a step may call a graph several times."""
 Differs = Callable[[Sequence[Any], StepTime], bool]
@@ -90,6 +92,10 @@ class Gauge(Observer):
         """Those that were watched at all."""
         self.attempts = 0
         """Repairs of this graph, the last ones, that were not enough."""
+        self.before: Spread | None = None
+        """What was wrong when the last of them was made; None once nothing is."""
+        self.wrong: Spread | None = None
+        """What it is to be repaired for."""
         self.repaired = False
         """It is to be compiled again."""
         self.path: Path | None = None
@@ -266,6 +272,14 @@ class Gauge(Observer):
         """Of the gradients that count at the last look; None before it."""
         return Spread.of({name: trace.error for name, trace in self.judged.items()})
 
+    @property
+    def repaired_in_vain(self) -> bool:
+        """What was worst before the last repair is as wrong as it was: that was not to blame."""
+        if self.before is None or self.before.name not in self.judged:
+            return False
+        error, was = self.judged[self.before.name].error, self.before.worst
+        return abs(error - was) <= _SAME_ERROR * was
+
 
 class Watched:
     """A compiled graph of which some forwards and backwards are watched, as its monitor says."""
@@ -392,6 +406,7 @@ class Watched:
             monitor.history.append(Look(step, monitor.compiles, errors, len(faults)))
         if not faults:
             gauge.attempts, gauge.wants_stored, gauge.doubts = 0, False, False
+            gauge.before = None
             monitor.settles(gauge)
         elif gauge.wants_stored:
             self._repair(found, stored)
@@ -405,6 +420,7 @@ class Watched:
         gauge = self.gauge
         gauge.wants_stored = False
         if self._monitor.repair(self._calls, found, stored, gauge):
+            gauge.wrong = gauge.errors
             self._repaired()
         else:
             gauge.stuck = True

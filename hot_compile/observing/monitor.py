@@ -241,7 +241,8 @@ class Monitor:
         why = f"{of}budget {self.budget:g}, at step {step}"
         products = {n: sides["g_w"].error for n, sides in found.items() if "g_w" in sides}
         times = amplification(products)
-        if gauge.attempts < _ATTEMPTS and whole:
+        in_vain = gauge.repaired_in_vain
+        if gauge.attempts < _ATTEMPTS and whole and not in_vain:
             unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
             rounded = self._leave(gauge, why)  # what is left of the whole is not known then
             parts = _share(whole.worst, found, stored, times)
@@ -254,7 +255,7 @@ class Monitor:
                 raised = self._raise(wanted, stored, why, gauge.room())
                 if wanted or new or rounded:
                     return raised or new or rounded
-        return self._refine(gauge, why)
+        return self._refine(gauge, why, in_vain)
 
     def _own(
         self, found: Qualities, share: float, times: float = 1.0
@@ -312,14 +313,21 @@ class Monitor:
         """Heads with integer products, which are blamed where no layer or tensor is."""
         return [name for name in gauge.heads if name not in self.demoted]
 
-    def _refine(self, gauge: Gauge, why: str) -> bool:
-        """Nobody alone is to blame: its head, then the next rung towards exact for the graph."""
+    def _refine(self, gauge: Gauge, why: str, in_vain: bool = False) -> bool:
+        """Nobody alone is to blame: its head, then the next rung towards exact for the graph.
+
+        ``in_vain``: finer storage of what loses most changed nothing, so that of all would not.
+        """
         heads = dict.fromkeys(self._heads(gauge), why)
         if heads:
             self.demoted.update(heads)
             _warn("stays exact", heads)
             return True
-        changes = (text for text, change in _FINER.items() if _changes(gauge.config, change))
+        changes = (
+            text
+            for text, change in _FINER.items()
+            if _changes(gauge.config, change) and not (in_vain and "memory_bits" in change)
+        )
         last = AS_STOCK if self._is_exact(gauge) else _LAST
         rung, room = next(changes, last), gauge.room()
         if rung != _FORWARD and gauge.exact_more > room:
@@ -343,6 +351,7 @@ class Monitor:
             graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
             graph.steps = before.steps
             graph.gauge.repairs = before.gauge.repairs + before.gauge.repaired
+            graph.gauge.before = before.gauge.wrong
             self.graphs.remove(before)
         self.graphs.append(graph)
         self.compiles += 1
