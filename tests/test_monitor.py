@@ -387,6 +387,11 @@ def test_blocks_of_the_same_code_are_graphs_of_their_own(others):
     assert found.errors.name.startswith(tuple(each.name for each in worst))
     assert " of graph " in found.errors.name
     assert found.layers == len(monitor.graphs)
+    assert not found.unseen
+    for graph in monitor.graphs:
+        graph.gauge.traces["fc.bias"].looks = 0
+    unseen = hot_compile.certificate(monitor).unseen
+    assert unseen.keys() == {f"fc.bias of graph {n}" for n in range(len(monitor.graphs))}
 
 
 def test_a_graph_for_other_batches_takes_the_place_of_the_one_before():

@@ -9,17 +9,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
 
 from hot_compile.config import Strategy
-from hot_compile.observing.evidence import Spread, Trace
+from hot_compile.observing.evidence import Spread
 from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.sizes import memory_text, time_text
+
+if TYPE_CHECKING:
+    from hot_compile.observing.gauge import Gauge
 
 _SETTLED = "the first looks of an earlier run found nothing, so this run looks later"
 
@@ -163,7 +166,11 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         graph.conclude()
     gauges = [graph.gauge for graph in monitor.graphs]
     decisions = [d for gauge in gauges for d in gauge.decisions]
-    traces = _named([gauge.judged for gauge in gauges])
+    traces = {
+        names[name]: trace
+        for names, gauge in zip(_names(gauges), gauges, strict=True)
+        for name, trace in gauge.judged.items()
+    }
     noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
     rounding = {name: t.rounding for name, t in traces.items() if t.rounding}
     bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
@@ -186,21 +193,21 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
     )
 
 
-def _named(traces: Sequence[Mapping[str, Trace]]) -> dict[str, Trace]:
-    """Those of all graphs; each counts, though blocks may have parameters of the same names."""
-    counts = Counter(name for each in traces for name in each)
-    return {
-        f"{name} of graph {number}" if counts[name] > 1 else name: trace
-        for number, each in enumerate(traces)
-        for name, trace in each.items()
-    }
+def _names(gauges: Sequence[Gauge]) -> list[dict[str, str]]:
+    """Of each graph's parameters: blocks may have some of the same names, and each counts."""
+    known = [dict.fromkeys((*gauge.trained, *gauge.traces)) for gauge in gauges]
+    counts = Counter(name for names in known for name in names)
+    return [
+        {name: f"{name} of graph {number}" if counts[name] > 1 else name for name in names}
+        for number, names in enumerate(known)
+    ]
 
 
 def _unseen(monitor: Monitor) -> dict[str, str]:
     """What of the monitor's graphs could not be looked at, and why."""
     found = dict(getattr(monitor, "unseen", {}))
-    for number, graph in enumerate(monitor.graphs):
-        gauge = graph.gauge
+    gauges = [graph.gauge for graph in monitor.graphs]
+    for number, (gauge, names) in enumerate(zip(gauges, _names(gauges), strict=True)):
         if gauge.problem is not None:
             found[f"graph {number}"] = gauge.problem
             continue
@@ -214,7 +221,8 @@ def _unseen(monitor: Monitor) -> dict[str, str]:
         else:
             why = "its gradient is sparse, not finite, zero, or not this graph's"
             small = "its gradient is less than fp32 can add to the largest"
-            found |= dict.fromkeys(missing, why) | dict.fromkeys(sorted(gauge.too_small), small)
+            found |= {names[name]: why for name in missing}
+            found |= {names[name]: small for name in sorted(gauge.too_small)}
     return found
 
 
