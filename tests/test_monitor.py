@@ -386,7 +386,8 @@ def test_blocks_of_the_same_code_are_graphs_of_their_own(others):
     assert found.errors.worst == max(each.worst for each in worst)
     assert found.errors.name.startswith(tuple(each.name for each in worst))
     assert " of graph " in found.errors.name
-    assert found.layers == len(monitor.graphs)
+    assert found.layers == found.graphs == len(monitor.graphs)
+    assert f"{monitor.compiles} compiles of {found.graphs} graphs." in str(found)
     assert not found.unseen
     for graph in monitor.graphs:
         graph.gauge.traces["fc.bias"].looks = 0

@@ -84,6 +84,8 @@ class Certificate:
     rounding: Spread | None = None
     """What exact code of two kinds differs by, with autocast and without, say, relative; None where
     nothing was in doubt. Errors of that size are not hot's."""
+    graphs: int = 1
+    """Those that looks are at now, each compiled once or more often."""
 
     def json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -100,6 +102,7 @@ class Certificate:
         )
         parts += _of_gradients(self)
         count = f"{_count(len(self.looks), 'look')}, {_count(self.compiles, 'compile')}"
+        count += f" of {self.graphs} graphs" * (self.graphs > 1)
         raised = [f"{len(self.repaired)} layers or tensors made more exact"] * bool(self.repaired)
         unseen = [f"{names} ({why})" for why, names in _by_reason(self.unseen).items()]
         more = [f"Not looked at: {'; '.join(unseen)}."] * bool(unseen)
@@ -186,6 +189,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         off={name: why for name, why in faults.items() if why},
         looks=tuple(monitor.history),
         compiles=monitor.compiles,
+        graphs=len(gauges),
         repaired={**monitor.forwards, **monitor.demoted, **monitor.stored, **monitor.raised},
         unseen=_unseen(monitor),
         times=dict(getattr(monitor, "times", {})),
