@@ -191,9 +191,8 @@ def _decide_form(
         problem = rewritten[candidate.node]
     problem = problem or candidate.form.pays(candidate.reads, candidate.tf32)
     reason = problem or "as exact, and faster on this device"
-    seconds = (
-        0.0 if problem else candidate.form.saves(candidate.node) * elements_of(candidate.reads)
-    )
+    saves = 0.0 if problem else candidate.form.saves(candidate.node)
+    seconds = saves * elements_of(candidate.reads)
     return FormDecision(candidate.layer, candidate.form.name, not problem, reason, seconds)
 
 

@@ -433,11 +433,13 @@ class Watched:
             graph._dropped = graph._dropped or code in (None, graph._made_of[0])
         forget(code)
 
-    def replaces(self, old: Watched) -> bool:
-        """Of the same code and parameters, or the same graph again, of which the code was dropped:
-        several layers may share that, and another of them comes first then.
+    def replaced(self, graphs: Sequence[Watched]) -> Watched | None:
+        """Which of ``graphs`` it takes the place of: of the same code and parameters, or else the
+        same graph, of which the code was dropped: layers that share it may come in another order.
 
         Code alone does not tell: a graph break in a block leaves a graph for each.
         """
-        again = old._dropped and self._made_of[0] == old._made_of[0]
-        return self._made_of == old._made_of or (again and self.gauge.path == old.gauge.path)
+        same = [old for old in graphs if old._made_of == self._made_of]
+        code, path = self._made_of[0], self.gauge.path
+        dropped = [old for old in graphs if old._dropped and old._made_of[0] == code]
+        return next(iter(same + [old for old in dropped if old.gauge.path == path]), None)

@@ -346,7 +346,7 @@ class Monitor:
 
     def watches(self, graph: Watched) -> Watched:
         """A graph was compiled: ``graph``, which is returned, is what runs from now on."""
-        before = next(filter(graph.replaces, self.graphs), None)
+        before = graph.replaced(self.graphs)
         if before is not None:
             graph.gauge.attempts = before.gauge.attempts + before.gauge.repaired
             graph.steps = before.steps
