@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import queue
 import tempfile
@@ -229,12 +230,14 @@ def main(
             processes[name].kill()
             processes[name].join()
         all_done.set()
-        rows = [Row(name, error=f"not compiled within {wait:g} s (--wait)") for name in late]
-        for _ in compiled:
-            rows.append(said.get())
-            print(f"{rows[-1].name}: {rows[-1].error or rows[-1].certificate}", flush=True)
+        untimed = (Row(name, error=f"not compiled within {wait:g} s (--wait)") for name in late)
+        arguments = {"fill": fill, "dropout": dropout, "accept": accept}
+        rows = list[Row]()
+        for row in itertools.chain(untimed, (said.get() for _ in compiled)):
+            rows.append(row)
+            if row.error or row.certificate:
+                print(f"{row.name}: {row.error or row.certificate}", flush=True)
             if json_file:  # now: whoever stops the program has what was timed so far
-                arguments = {"fill": fill, "dropout": dropout, "accept": accept}
                 write_json(json_file, torch.device(device), arguments, list(map(asdict, rows)))
     show(lines(rows), f"steps that fill {fill:g} GiB by eager PyTorch")
     return rows
