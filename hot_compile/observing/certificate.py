@@ -169,11 +169,8 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         graph.conclude()
     gauges = [graph.gauge for graph in monitor.graphs]
     decisions = [d for gauge in gauges for d in gauge.decisions]
-    traces = {
-        names[name]: trace
-        for names, gauge in zip(_names(gauges), gauges, strict=True)
-        for name, trace in gauge.judged.items()
-    }
+    named = list(zip(gauges, _names(gauges), strict=True))
+    traces = {names[n]: trace for gauge, names in named for n, trace in gauge.judged.items()}
     noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
     rounding = {name: t.rounding for name, t in traces.items() if t.rounding}
     bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
@@ -191,7 +188,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         compiles=monitor.compiles,
         graphs=len(gauges),
         repaired={**monitor.forwards, **monitor.demoted, **monitor.stored, **monitor.raised},
-        unseen=_unseen(monitor),
+        unseen={**getattr(monitor, "unseen", {}), **_unseen(named)},
         times=dict(getattr(monitor, "times", {})),
         rounding=Spread.of(rounding),
     )
@@ -207,11 +204,10 @@ def _names(gauges: Sequence[Gauge]) -> list[dict[str, str]]:
     ]
 
 
-def _unseen(monitor: Monitor) -> dict[str, str]:
-    """What of the monitor's graphs could not be looked at, and why."""
-    found = dict(getattr(monitor, "unseen", {}))
-    gauges = [graph.gauge for graph in monitor.graphs]
-    for number, (gauge, names) in enumerate(zip(gauges, _names(gauges), strict=True)):
+def _unseen(named: Sequence[tuple[Gauge, Mapping[str, str]]]) -> dict[str, str]:
+    """What of the graphs could not be looked at, and why; with each, its parameters' names."""
+    found: dict[str, str] = {}
+    for number, (gauge, names) in enumerate(named):
         if gauge.problem is not None:
             found[f"graph {number}"] = gauge.problem
             continue
