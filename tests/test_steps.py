@@ -66,3 +66,15 @@ def test_a_forward_without_a_backward():
             told()
     assert told.begun[:2] == [True, False]
     assert told.begun[3]
+
+
+def test_gradients_that_were_there_before_the_first_forward():
+    """They may be of a step under way: a step begins once an optimizer has used them."""
+    told = Told()
+    told().backward()
+    told.steps, told.begun = Steps(), []
+    optimizer = torch.optim.SGD(told.layer.parameters(), 0.1)
+    for _ in range(2):
+        told().backward()
+        optimizer.step()
+    assert told.begun == [False, True]
