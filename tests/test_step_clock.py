@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -174,6 +175,19 @@ class Told(StepClock):
         return self.found
 
 
+def test_a_step_tells_more_if_the_gpu_waits_or_takes_much_longer_than_thought():
+    short, long = StepTime(0.009, 0.004, False), StepTime(0.02, 0.004, False)
+    predicted = StepTime(0.009, 0.004)
+    assert not short.tells_more_than(predicted)
+    assert long.tells_more_than(predicted)
+    assert not dataclasses.replace(long, share=0.5).tells_more_than(predicted)
+    assert not short.tells_more_than(StepTime(0.1, 0.004)), "what is stored stays stored"
+    assert WAITS.tells_more_than(predicted)
+    assert not WAITS.tells_more_than(StepTime(0.001, 0.01))
+    assert WAITS.tells_more_than(None)
+    assert not long.tells_more_than(None)
+
+
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(acceptance, "folder", lambda: tmp_path / "accepted")
@@ -189,18 +203,20 @@ class Broken(nn.Sequential):
         return self[1](x)
 
 
-def train(found, monkeypatch, steps, broken=False, lasts=0.0):
-    """A net whose GPU, one of an H200's rates, is said to have been timed so."""
+def train(found, monkeypatch, steps, broken=False, lasts=0.0, middle=(), slow=8):
+    """A net whose GPU, one of an H200's rates, is said to have been timed so, one after another."""
     torch._dynamo.reset()
-    monkeypatch.setattr(acceptance, "clock_of", lambda devices: Told(found))
+    told = itertools.repeat(found) if isinstance(found, StepTime) else iter(found)
+    monkeypatch.setattr(acceptance, "clock_of", lambda devices: Told(next(told)))
     monkeypatch.setattr(acceptance, "LASTS", lasts)
     monkeypatch.setattr(step_clock, "FIRST", 4)
     torch.manual_seed(0)
     reports = Reports()
-    model = (Broken if broken else nn.Sequential)(nn.Linear(256, 256), nn.Linear(256, 256))
+    layers = nn.Linear(256, 256), *middle, nn.Linear(256, 256)
+    model = (Broken if broken else nn.Sequential)(*layers)
     # exact products so slow that integers pay for few rows
-    slow = {dtype: rate / 8 for dtype, rate in RATES["sm90"].exact.items()}
-    rates = dataclasses.replace(RATES["sm90"], launch=1e-9, exact=slow)
+    exact = {dtype: rate / slow for dtype, rate in RATES["sm90"].exact.items()}
+    rates = dataclasses.replace(RATES["sm90"], launch=1e-9, exact=exact)
     keywords = {"inner_compile": run_uncompiled, "prices": lambda device: rates}
     step = torch.compile(
         model, backend=functools.partial(hot, options=OPTIONS, recorder=reports, **keywords)
@@ -228,6 +244,51 @@ def test_a_step_that_waits_is_compiled_once_more_with_fewer_launches(kept, monke
     _, (again,) = train(BUSY, monkeypatch, STEPS)  # remembered, so it is not timed again
     assert again.digest == after.digest
     assert "known to take" in caplog.text
+
+
+@pytest.fixture
+def train_exact(monkeypatch):
+    """The same of exact layers. What a GELU reads is stored in any case, what only a product reads
+    where two more kernels are thought to take little."""
+    monkeypatch.setitem(OPTIONS, "override", {"*": "exact"})
+    monkeypatch.setitem(OPTIONS, "memory_min_bytes", 0)
+
+    def trained(found, steps):
+        middle = nn.GELU(), nn.Linear(256, 256)
+        return train(found, monkeypatch, steps, middle=middle, slow=1)[1]
+
+    return trained
+
+
+def test_a_step_that_takes_longer_so_is_compiled_as_it_was(kept, train_exact, caplog):
+    """As a net's images that lie channels first again, for fewer launches."""
+    slower = dataclasses.replace(WAITS, device=1.05 * WAITS.device)
+    before, after, again = train_exact([WAITS, slower], 2 * STEPS)
+    assert after.digest != before.digest
+    assert again.digest == before.digest
+    assert "takes longer: " in caplog.text
+    (file,) = kept.iterdir()
+    assert Findings.load(file).timed
+    assert Findings.load(file).step is None
+    (again,) = train_exact([], 1)
+    assert again.digest == before.digest
+
+
+def test_a_step_that_takes_no_longer_so_stays(kept, train_exact, caplog):
+    _, after = train_exact([WAITS, WAITS], 2 * STEPS)
+    assert "takes longer" not in caplog.text
+    (file,) = kept.iterdir()
+    assert Findings.load(file).timed
+    assert Findings.load(file).step == WAITS
+    (again,) = train_exact([], 1)
+    assert again.digest == after.digest
+
+
+def test_a_step_that_takes_much_longer_than_predicted_stores_more(kept, train_exact, caplog):
+    before, after = train_exact([StepTime(1.0, 0.004, False)] * 2, 2 * STEPS)
+    assert "would slow the step down" in str([c.reason for c in before.crossing])
+    assert after.held_bytes < before.held_bytes
+    assert "(measured): the device does not wait. It is compiled again" in caplog.text
 
 
 def test_a_short_run_leaves_that_to_the_next(kept, monkeypatch, caplog):

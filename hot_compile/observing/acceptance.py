@@ -34,7 +34,7 @@ from hot_compile.observing.stretches import enters_autocast
 from hot_compile.observing.walk import HALVES
 from hot_compile.passes.base.files import write_whole
 from hot_compile.passes.cost.tuned import in_job
-from hot_compile.passes.storage.step_time import StepTime
+from hot_compile.passes.storage.step_time import SLACK, StepTime
 
 if TYPE_CHECKING:
     from hot_compile.observing.gauge import Gauge
@@ -73,7 +73,7 @@ class Findings:
     step: StepTime | None = None
     """How long steps took, if it comes out otherwise by that."""
     timed: bool = False
-    """How long they took changes nothing."""
+    """How long they took changes nothing more: what was compiled for that was timed, too."""
     lighter: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options laid over the user's: they leave out what was measured to cost time."""
     because: str = ""
@@ -206,8 +206,12 @@ class Acceptance(Monitor):
         return bool(why)
 
     def clock(self, path: Path, devices: Sequence[torch.device]) -> StepClock | None:
-        """Of the steps that a graph which was just compiled is a part of; None: they are known."""
-        if path.stem in self.times or self._known[path].timed:
+        """Of the steps that a graph which was just compiled is a part of; None: they are known.
+
+        What is compiled for what steps took is timed once more.
+        """
+        known = self._known[path]
+        if known.timed or (path.stem in self.times and known.step is None):
             return None
         if self._clock is None or not self._clock.wants_more:
             self._clock = clock_of(devices)
@@ -270,20 +274,21 @@ class Acceptance(Monitor):
         """As of a monitor; what the first process of a job measured counts for all."""
         assert gauge.path is not None
         assert clock.found is not None
-        path, predicted = gauge.path, gauge.step
+        path, known = gauge.path, self._known[gauge.path]
+        again = " again" * (known.step is not None)
         whole = min(g.path for g in clock.graphs)  # agreed on once for all parts
         mine = Findings(step=clock.found)
-        found = (_agreed(whole, "step", mine) or mine).step or clock.found
-        self.times[path.stem] = found
-        mine = self._known[path]
-        if found.waits_for_host != (predicted is not None and predicted.waits_for_host):
-            found = dataclasses.replace(found, share=_share(gauge, clock.graphs))
-            mine = dataclasses.replace(mine, step=found, settled=False)
-        agreed = _agreed(path, "time", mine) or mine
-        if agreed != self._known[path]:
+        found = (_agreed(whole, f"step{again}", mine) or mine).step or clock.found
+        self.times[path.stem], self._warm = found, clock.warm
+        mine = _compared(known, found) if again else _told(known, found, gauge, clock.graphs)
+        agreed = _agreed(path, f"time{again}", mine) or mine
+        if agreed != known:
             self._keep(path, agreed)
-        self._warm = clock.warm
-        return self.overdue(gauge, differs)
+        if not again or agreed.step is not None:
+            return self.overdue(gauge, differs)
+        if self._is_news(text := f"{found}; before: {known.step}"):
+            log.warning("hot: compiled for that, a step takes longer: %s. It is undone.", text)
+        return True
 
     def overdue(self, gauge: Gauge, differs: Callable[[StepTime], bool]) -> bool:
         """As of a monitor, once the run has lasted long enough for another compile to be little."""
@@ -305,8 +310,7 @@ class Acceptance(Monitor):
         known = self._known.get(gauge.path) if gauge.path else None
         if known is None or known.step is None or self._warm == self._begun:
             return False
-        predicted = gauge.step is not None and gauge.step.waits_for_host
-        return known.step.waits_for_host != predicted
+        return known.step.tells_more_than(gauge.step)
 
     def _is_news(self, text: str) -> bool:
         """It was not said of another graph."""
@@ -330,6 +334,21 @@ def _tried(differs: Callable[[StepTime], bool], found: StepTime) -> bool:
     except Exception:
         log.debug("hot: a graph cannot be planned anew", exc_info=True)
         return False
+
+
+def _told(known: Findings, found: StepTime, gauge: Gauge, graphs: Collection[Gauge]) -> Findings:
+    """With what one of the ``graphs`` of a step is to be compiled for, if that is another time."""
+    found = dataclasses.replace(found, share=_share(gauge, graphs))
+    changes = found.tells_more_than(gauge.step)
+    return dataclasses.replace(known, step=found, settled=False) if changes else known
+
+
+def _compared(known: Findings, found: StepTime) -> Findings:
+    """What was compiled for a step's time was timed: without that time if it takes longer."""
+    assert known.step is not None
+    if found.device <= (1 + SLACK) * known.step.device:
+        return dataclasses.replace(known, timed=True)
+    return dataclasses.replace(known, step=None, timed=True, settled=False)
 
 
 def _share(gauge: Gauge, graphs: Collection[Gauge]) -> float:
