@@ -23,6 +23,7 @@ from hot_compile.passes.exact.forms import candidates, take
 from hot_compile.passes.exact.functions import shorten_functions
 from hot_compile.passes.exact.image_gradients import lay_as_images
 from hot_compile.passes.exact.kernels import keep_themselves
+from hot_compile.passes.exact.pool_layout import lay_pools
 from hot_compile.passes.exact.scalars import scale_behind
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.rewrite import chunk_heads
@@ -370,7 +371,8 @@ def _scalars(cut: Partitioned) -> int:
 
 def _gradients(cut: Partitioned) -> int:
     last = cut.forms and any(map(is_marked, cut.forward.graph.nodes))
-    return lay_as_images(cut.backward.graph) if last else 0
+    laid = lay_as_images(cut.backward.graph) if last else 0
+    return laid + lay_pools(cut.backward.graph, last)
 
 
 def _kernels(cut: Partitioned) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hot_compile.passes.exact import forms as exact_forms
+from hot_compile.passes.exact import pools
 
 
 def given(
@@ -20,3 +24,10 @@ def given(
             node.meta["val"] = torch.empty(size, dtype=dtype, device=device)
         nodes.append(node)
     return nodes
+
+
+def pools_pay(monkeypatch):
+    """Gradients of max pools are gathered, as on a GPU, and nothing else takes an exact form."""
+    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is pools.replace)
+    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
+    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))

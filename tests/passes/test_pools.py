@@ -1,11 +1,10 @@
 """Max pools' gradients gathered by plain operators: the same numbers, whatever the windows."""
 
-import dataclasses
-
 import absent_gpu
 import pytest
 import torch
 from forked import in_a_process
+from samples_graphs import pools_pay
 from torch import nn
 
 from hot_compile.passes import pipeline
@@ -27,15 +26,9 @@ def rewritten(monkeypatch):
         counts.append(sum(form.taken for form in done))
         return done
 
-    as_on_a_gpu(monkeypatch)
+    pools_pay(monkeypatch)
     monkeypatch.setattr("hot_compile.passes.pipeline.take", spy)
     return counts
-
-
-def as_on_a_gpu(monkeypatch):
-    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is pools.replace)
-    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
-    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))
 
 
 class Pooled(nn.Module):
@@ -86,7 +79,7 @@ def test_gradients_are_those_of_the_pool(rewritten, window, size, channels_last)
 @pytest.mark.parametrize(("window", "least"), [((2, 2), 0.0), ((3, 2, 1), 1e-11)])
 def test_little_is_won_where_no_windows_overlap(monkeypatch, window, least):
     done, own = [], exact_forms.take
-    as_on_a_gpu(monkeypatch)
+    pools_pay(monkeypatch)
     monkeypatch.setattr(pipeline, "take", lambda *args: done.extend(own(*args)) or tuple(done))
     check(Pooled(nn.MaxPool2d(*window)), torch.randn(3, 3, 8, 8))
     (form,) = done
@@ -128,7 +121,7 @@ def test_a_failure_leaves_the_pool(monkeypatch, caplog):
     def fail(*args):
         raise ValueError("planted")
 
-    as_on_a_gpu(monkeypatch)
+    pools_pay(monkeypatch)
     monkeypatch.setattr(pools, "_gather", fail)
     torch.manual_seed(0)
     check(Pooled(nn.MaxPool2d(3, 2, 1)), torch.randn(2, 3, 8, 8))
