@@ -182,6 +182,7 @@ class Acceptance(Monitor):
         found = self._known.get(path)
         if found is None:
             mine = Findings.load(path)
+            mine.timed |= mine.step is not None  # not to be compared with another day's host
             found = self._known[path] = _agreed(path, 0, mine) or mine
             if found and self._is_news(found.summary):
                 log.warning(
