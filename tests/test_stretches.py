@@ -321,12 +321,53 @@ def test_where_other_numbers_are_drawn_the_thorough_twin_is_asked(monkeypatch):
     assert not found.repaired
 
 
+class Noisy(nn.Sequential):
+    """What comes of its first layer is multiplied by noise, as before a router of experts."""
+
+    def __init__(self, noise):
+        super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.noise = noise
+
+    def forward(self, x):
+        y = self[1](self[0](x))
+        return self[2](y * self.noise(y))
+
+
+_SLOW = pytest.mark.slow
+_NOISES = {
+    "uniform": lambda y: torch.empty_like(y).uniform_(0.2, 1.8),
+    "normal": lambda y: torch.normal(torch.ones_like(y), 0.5),
+    "exponential": lambda y: torch.empty_like(y).exponential_(),
+    "poisson": lambda y: torch.poisson(torch.ones_like(y)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["uniform", *(pytest.param(n, marks=_SLOW) for n in _NOISES if n != "uniform")]
+)
+def test_noise_of_any_kind_is_looked_at(name):
+    torch.manual_seed(0)
+    model, x, wanted = Noisy(_NOISES[name]), torch.randn(256, 64), torch.randn(256, 64)
+    step = compiled(model, lower=True)
+    for _ in range(2):
+        model.zero_grad()
+        F.mse_loss(step(x), wanted).backward()
+    found = hot_compile.certificate(step)
+    assert not found.unseen
+    assert len(found.looks) == 2
+    assert found.errors.worst < 0.15
+    assert not found.repaired
+
+
 def test_which_graphs_draw_random_numbers():
     def traced(function):
         return draws(torch.fx.symbolic_trace(function))
 
     assert traced(lambda x: F.dropout(x, 0.1, True))
     assert traced(lambda x: x + torch.rand_like(x))
+    for noise in _NOISES.values():
+        assert traced(noise)
+    assert traced(lambda x: F.rrelu(x, training=True))
     assert traced(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
     assert not traced(lambda x: F.dropout(x, 0.1, False))
     assert not traced(lambda x: F.scaled_dot_product_attention(x, x, x))

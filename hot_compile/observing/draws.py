@@ -31,8 +31,8 @@ _MODES = {aten.rand.default: "rand", aten.randn.default: "randn"}
 
 Mark = tuple[dict[torch.device, Tensor], dict[torch.device, int]]
 """Seeds of each device, as far as they were drawn, and how many of them were used."""
-_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "rrelu", "exponential_")
-"""What draws random numbers has one of these in its name."""
+_RANDOM = ("dropout", "rand", "rrelu", "fractional_max_pool", "gumbel_softmax")
+"""What draws random numbers and is none of ATen's operators has one of these in its name."""
 
 
 def draws(gm: fx.GraphModule) -> bool:
@@ -64,7 +64,15 @@ def draws_numbers(node: fx.Node) -> bool:
     if name == "dropout":
         given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
         return bool(given.get("training", True)) and bool(given.get("p", 0.5))
-    return any(word in name for word in _RANDOM) or "rnn" in name or name in ("lstm", "gru")
+    return any(word in name for word in _RANDOM) or _draws_as_aten(name)
+
+
+@functools.cache
+def _draws_as_aten(name: str) -> bool:
+    """ATen's operator of that name draws random numbers, as it says itself."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = (getattr(packet, o) for o in packet.overloads()) if packet else ()
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 class Draws:
