@@ -16,7 +16,7 @@ from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
 from hot_compile.memory import peak_bytes
 from hot_compile.observing import acceptance, eager, walk
-from hot_compile.observing.draws import Draws, drawn_alike, draws
+from hot_compile.observing.draws import Draws, drawn_alike, draws, draws_numbers
 from hot_compile.observing.eager import Eager
 from hot_compile.observing.stretches import without_regions
 from hot_compile.observing.walk import Room
@@ -372,6 +372,18 @@ def test_which_graphs_draw_random_numbers():
     assert not traced(lambda x: F.dropout(x, 0.1, False))
     assert not traced(lambda x: F.scaled_dot_product_attention(x, x, x))
     assert not traced(lambda x: F.dropout(x, p=0.0) + torch.linspace(0, 1, 3))
+
+
+@pytest.mark.parametrize("target", [torch.ops.aten.bernoulli.p, torch.ops.aten.uniform.default])
+def test_operators_of_aten_draw_themselves(target):
+    graph = torch.fx.Graph()
+    assert draws_numbers(graph.call_function(target, (graph.placeholder("x"),)))
+
+
+@pytest.mark.parametrize("name", ["__eq__", "__class__", "name", "", "no such operator", "add"])
+def test_others_draw_none(name):
+    graph = torch.fx.Graph()
+    assert not draws_numbers(graph.call_method(name, (graph.placeholder("x"),)))
 
 
 def test_whose_numbers_are_known():

@@ -64,14 +64,16 @@ def draws_numbers(node: fx.Node) -> bool:
     if name == "dropout":
         given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
         return bool(given.get("training", True)) and bool(given.get("p", 0.5))
-    return any(word in name for word in _RANDOM) or _draws_as_aten(name)
+    return any(word in name for word in _RANDOM) or _draws_as_aten(name.partition(".")[0])
 
 
 @functools.cache
 def _draws_as_aten(name: str) -> bool:
     """ATen's operator of that name draws random numbers, as it says itself."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = (getattr(packet, o) for o in packet.overloads()) if packet else ()
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # a name of any object's, `__eq__`
+        return False
+    overloads = (getattr(packet, o) for o in packet.overloads())
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
