@@ -281,7 +281,7 @@ class Acceptance(Monitor):
         mine = Findings(step=clock.found)
         found = (_agreed(whole, f"step{again}", mine) or mine).step or clock.found
         self.times[path.stem], self._warm = found, clock.warm
-        mine = _compared(known, found) if again else _told(known, found, gauge, clock.graphs)
+        mine = _compared(known, found) if again else _followed(known, found, gauge, clock.graphs)
         agreed = _agreed(path, f"time{again}", mine) or mine
         if agreed != known:
             self._keep(path, agreed)
@@ -337,7 +337,9 @@ def _tried(differs: Callable[[StepTime], bool], found: StepTime) -> bool:
         return False
 
 
-def _told(known: Findings, found: StepTime, gauge: Gauge, graphs: Collection[Gauge]) -> Findings:
+def _followed(
+    known: Findings, found: StepTime, gauge: Gauge, graphs: Collection[Gauge]
+) -> Findings:
     """With what one of the ``graphs`` of a step is to be compiled for, if that is another time."""
     found = dataclasses.replace(found, share=_share(gauge, graphs))
     changes = found.tells_more_than(gauge.step)

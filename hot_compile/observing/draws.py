@@ -70,7 +70,7 @@ def draws_numbers(node: fx.Node) -> bool:
 @functools.cache
 def _draws_as_aten(name: str) -> bool:
     """ATen's operator of that name draws random numbers, as it says itself."""
-    packet = getattr(torch.ops.aten, name, None)
+    packet = getattr(aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):  # a name of any object's, `__eq__`
         return False
     overloads = (getattr(packet, o) for o in packet.overloads())
