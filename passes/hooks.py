@@ -45,6 +45,7 @@ from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.runtime.kernel_order import ordered
 from hot_compile.runtime.mixed_order import row_by_row
 from hot_compile.runtime.peak_estimate import estimated
+from hot_compile.runtime.read_back import awaited
 from hot_compile.runtime.settled_views import settled
 
 log = logging.getLogger("hot_compile")
@@ -90,6 +91,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         """Rewrite ``graph`` in place."""
         spare_work()
         settled()
+        awaited()
         estimated()
         ordered()
         row_by_row()

@@ -35,7 +35,7 @@ from hot_compile.passes.measure.linear import (
     quantised_grad_weight,
 )
 from hot_compile.passes.measure.observe import SAME, Layer, Observer
-from hot_compile.passes.measure.stored import Fed, Quiet
+from hot_compile.passes.measure.stored import LOST, Fed, Quiet
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.passes.storage.step_time import StepTime
@@ -268,6 +268,11 @@ class Gauge(Observer):
         return self._weights & looked - self.judged.keys()
 
     @property
+    def lost(self) -> bool:
+        """Some gradient that counts is infinite, or NaN, where the exact one was not."""
+        return any(trace.error == LOST for trace in self.judged.values())
+
+    @property
     def errors(self) -> Spread | None:
         """Of the gradients that count at the last look; None before it."""
         return Spread.of({name: trace.error for name, trace in self.judged.items()})
@@ -378,6 +383,8 @@ class Watched:
             self._left = 0
         if found:
             self._judge(found)
+        elif found is not None and gauge.lost and self._monitor.faults(found, gauge):
+            self._repair({}, {})  # not even exact gradients are finite any more
         elif self._left and gauge.shortage:
             self._left = 0
             if gauge.wants_stored and not gauge.repaired:  # a fault that nothing can be told of

@@ -67,6 +67,10 @@ one all layers are exact, too."""
 _LAST = "stores activations exactly"
 AS_STOCK = "is compiled as stock Inductor compiles it"
 """Behind the last rung: what is wrong is none of what is known to round."""
+_LOST_FOR_GOOD = (
+    "its gradients were not finite where exact ones were, and now nothing is: the parameters are "
+    "lost. Start again; the next run is compiled so from its first step"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +246,10 @@ class Monitor:
         products = {n: sides["g_w"].error for n, sides in found.items() if "g_w" in sides}
         times = amplification(products)
         in_vain = gauge.repaired_in_vain
+        if gauge.lost and not found:
+            return self._finer(gauge, AS_STOCK, f"{_LOST_FOR_GOOD}; {why}")
+        if gauge.lost and stored and _parts(found, stored) <= self.budget:
+            return self._finer(gauge, AS_STOCK, f"nothing that was rounded explains the {why}")
         if gauge.attempts < _ATTEMPTS and whole and not in_vain:
             unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
             rounded = self._leave(gauge, why)  # what is left of the whole is not known then
@@ -329,7 +337,11 @@ class Monitor:
             if _changes(gauge.config, change) and not (in_vain and "memory_bits" in change)
         )
         last = AS_STOCK if self._is_exact(gauge) else _LAST
-        rung, room = next(changes, last), gauge.room()
+        return self._finer(gauge, next(changes, last), why)
+
+    def _finer(self, gauge: Gauge, rung: str, why: str) -> bool:
+        """All of a graph, unless its memory is too short for that."""
+        room = gauge.room()
         if rung != _FORWARD and gauge.exact_more > room:
             _too_little(f"no graph that {rung}", room)
             return False
@@ -424,9 +436,13 @@ def _share(whole: float, found: Qualities, stored: Mapping[str, Stored], times: 
     Where gradients' sums nearly cancel, the error of the whole is many times that of each part,
     more than the ``times`` that are known of.
     """
+    return min(1.0, times * _parts(found, stored) / whole) if whole else 1.0
+
+
+def _parts(found: Qualities, stored: Mapping[str, Stored]) -> float:
+    """The worst that one layer's products, or storing one tensor, do to a gradient."""
     own = [q.error for sides in found.values() for side, q in sides.items() if side in OWN]
-    parts = max([*own, *(tensor.lost for tensor in stored.values())], default=0.0)
-    return min(1.0, times * parts / whole) if whole else 1.0
+    return max([*own, *(tensor.lost for tensor in stored.values())], default=0.0)
 
 
 def layer_of(parameter: str) -> str:
