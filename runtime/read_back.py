@@ -46,5 +46,5 @@ def awaited() -> None:
             lines.writeline(DeferredLine(name, "tl.debug_barrier()"))
         return lines
 
-    TritonKernel.load = load_behind_stores  # type: ignore[method-assign]
+    TritonKernel.load = load_behind_stores  # type: ignore[method-assign,assignment]
     TritonKernel.get_load_buffer = where_loads_go  # type: ignore[method-assign]
