@@ -19,6 +19,7 @@ from hot_compile.again import Again, compiled_for, mutated_places
 from hot_compile.observing.draws import draws
 from hot_compile.observing.stretches import Sizes, can_be_cut, find_head, part
 from hot_compile.observing.walk import Graph, Room, TooLarge, Walk, allocated, highest, unused
+from hot_compile.passes.measure.sketch import sketch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,17 @@ class Eager:
         Raises:
             TooLarge: memory is too short for any.
         """
+        return self._walked(step, tangents, sketch)
+
+    def whole(self, step: Again, tangents: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """As ``gradients``, the gradients themselves."""
+        return self._walked(step, tangents, Tensor.clone)[1]
+
+    def _walked(
+        self, step: Again, tangents: Mapping[int, Tensor], keep: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         room = Room(step.args, step.coming, self._free)
-        walk = Walk(self._graph, step, tangents, room, self._draws)
+        walk = Walk(self._graph, step, tangents, room, self._draws, keep)
         try:
             walk.run()
         except TooLarge as error:

@@ -251,10 +251,14 @@ class Walk:
     """One forward and backward of a graph, for one step."""
 
     def __init__(
-        self, graph: Graph, step: Again, tangents: Mapping[int, Tensor], room: Room, draws: bool
-    ) -> None:
-        """``tangents``: gradients of the outputs at these places. ``draws``: random numbers."""
-        self._graph, self._step, self._room = graph, step, room
+        self, graph: Graph, step: Again, tangents: Mapping[int, Tensor], room: Room, draws: bool,
+        keep: Callable[[Tensor], Tensor] = sketch,
+    ) -> None:  # fmt: skip
+        """``tangents``: gradients of the outputs at these places. ``draws``: random numbers.
+
+        ``keep``: what is kept of a parameter's gradient.
+        """
+        self._graph, self._step, self._room, self._keep = graph, step, room, keep
         self._nodes = graph.sizes.nodes
         self._given: dict[fx.Node, Any] = dict(zip(graph.inputs, step.args, strict=True))
         for node in graph.gm.graph.find_nodes(op="get_attr"):
@@ -282,7 +286,7 @@ class Walk:
 
     @property
     def found(self) -> dict[str, Tensor]:
-        """Sketches of gradients, by parameter: of those that are known whole."""
+        """What is kept of gradients, by parameter: of those that are known whole."""
         places = self._graph.sizes.places
         whole = {
             name
@@ -350,7 +354,7 @@ class Walk:
         leaves = {n: self._leaf(n, env, trained) for n in needed(stretch)}
         for node in leaves.keys() & self._graph.names.keys():
             if differentiable(leaves[node]):
-                keep = functools.partial(_keep, found, self._graph.names[node])
+                keep = functools.partial(_keep, found, self._graph.names[node], self._keep)
                 leaves[node].register_post_accumulate_grad_hook(keep)
         values = {n: v.clone() if n in self._changed else v for n, v in leaves.items()}
         kept = {n: self._tangents[n] for n in stretch if n in self._tangents}
@@ -454,10 +458,12 @@ class Walk:
             self._tangents[node] = tangent if known is None else known + tangent
 
 
-def _keep(found: dict[str, Tensor], name: str, leaf: Tensor) -> None:
-    """A gradient is there: keep its sketch alone. Sparse ones, of embeddings, are exact anyway."""
+def _keep(
+    found: dict[str, Tensor], name: str, keep: Callable[[Tensor], Tensor], leaf: Tensor
+) -> None:
+    """A gradient is there. Sparse ones, of embeddings, are exact anyway."""
     if leaf.grad is not None and not leaf.grad.is_sparse:
-        found[name] = sketch(leaf.grad)
+        found[name] = keep(leaf.grad)
     leaf.grad = None
 
 

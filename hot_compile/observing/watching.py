@@ -67,6 +67,9 @@ class Exact(Protocol):
             step: what is done again. tangents: gradients of the outputs at these places.
         """
 
+    def whole(self, step: Again, tangents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+        """The gradients themselves, by parameter, as far as it can give them."""
+
 
 class Miscompiled(RuntimeError):
     """Compiled exact code computes something else than the graph does, operator by operator."""
@@ -99,6 +102,10 @@ class _Code:
         leaves = [a for a in inputs if differentiable(a)]
         torch.autograd.grad(ends, leaves, list(tangents.values()), allow_unused=True)
         return deviation, self.observation.taken()
+
+    def whole(self, step: Again, tangents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+        """None: its graph returns no gradients, but shows them one by one."""
+        return {}
 
 
 class Twin:
@@ -228,6 +235,10 @@ class Doubled:
             self._observer.uncertain(name, difference)
         return thorough, exact
 
+    def whole(self, step: Again, tangents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+        """As :class:`Exact` has it."""
+        return {} if self._mistaken else self._quick.whole(step, tangents)
+
     def _in_full(
         self, step: Again, tangents: Mapping[int, Tensor], other: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
@@ -332,15 +343,24 @@ class Watch:
         with self.telling("the exact twin of a step could not be run"):
             look.rerun()
 
-    def _compare(self, look: _Look, usual: Mapping[str, Tensor]) -> None:
-        """Tell the observer how far gradients are from the twin's; called after both backwards."""
+    def _compare(self, look: _Look, usual: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tell the observer how far gradients are from the twin's; called after both backwards.
+
+        Returns exact ones to take the place of those that only they are finite of.
+        """
         if look.deviation is None:
-            return
+            return {}
         self._deviations.append(look.deviation)
+        lost: dict[str, Tensor] = {}
         for name, want in look.exact.items():
             if name in usual:
                 want = torch.where(look.deviation < self._observer.same, want, torch.nan)
-                self._observer.gradient(name, sketch(usual[name]), want)
+                got = sketch(usual[name])
+                self._observer.gradient(name, got, want)
+                lost[name] = want.isfinite().all() & ~got.isfinite().all()
+        with self.telling("exact gradients could not take the place of others"):
+            return look.instead(lost)
+        return {}
 
     def check_outputs(self) -> None:
         """Tell the observer if a twin's outputs were not the step's; waits for the device."""
@@ -368,9 +388,12 @@ class _Look:
         outputs: Sequence[Any],
         names: Sequence[str | None],
         rerun: Callable[[_Look], None],
-        compare: Callable[[_Look, Mapping[str, Tensor]], None],
+        compare: Callable[[_Look, Mapping[str, Tensor]], Mapping[str, Tensor]],
     ) -> None:
-        """After the forward: both follow at the first backward, ``compare`` with its gradients."""
+        """After the forward: both follow at the first backward, ``compare`` with its gradients.
+
+        What ``compare`` returns takes their place.
+        """
         args = self._step.args
         self._step.sample(outputs)
         node = compiled_node(outputs, args)
@@ -397,13 +420,16 @@ class _Look:
                 rerun(self)
 
         @torch.compiler.disable
-        def finished(gradients: Sequence[Tensor | None], _: Any) -> None:
+        def finished(gradients: Sequence[Tensor | None], _: Any) -> Any:
             after.remove()
             if not early:
                 rerun(self)
             pairs = zip(known, gradients, strict=True)
-            compare(self, {name: g for name, g in pairs if name is not None and g is not None})
+            usual = {name: g for name, g in pairs if name is not None and g is not None}
+            right = compare(self, usual)
             self._step.args, self._tangents, self.exact = [], {}, {}
+            places = zip(known, gradients, strict=True)
+            return tuple(right.get(name or "", g) for name, g in places) if right else None
 
         before, after = node.register_prehook(begins), node.register_hook(finished)
 
@@ -418,10 +444,29 @@ class _Look:
         step = self._step
         if step.stale:
             return
-        # of an output that nobody's loss depends on, hooks are told of no gradient
-        tangents = {place: t for place, t in self._tangents.items() if t is not None}
         with step.random.again():
-            self.deviation, self.exact = self._code.gradients(step, tangents)
+            self.deviation, self.exact = self._code.gradients(step, self._known_tangents)
+
+    @property
+    def _known_tangents(self) -> dict[int, Tensor]:
+        # of an output that nobody's loss depends on, hooks are told of no gradient
+        return {place: t for place, t in self._tangents.items() if t is not None}
+
+    def instead(self, lost: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Exact gradients of the parameters that are ``lost`` (bools); waits for the device."""
+        flags = torch.stack(list(lost.values())).tolist() if lost else []
+        names = {name for name, is_lost in zip(lost, flags, strict=True) if is_lost}
+        if not names:
+            return {}
+        with self._step.random.again():
+            exact = self._code.whole(self._step, self._known_tangents)
+        right = {name: g for name, g in exact.items() if name in names}
+        if right:
+            log.warning(
+                "hot: gradients of %d parameters (%s, ...) are not finite where exact ones are: in "
+                "this step these take their place", len(right), next(iter(right)),
+            )  # fmt: skip
+        return right
 
 
 def _storage(tensor: Tensor) -> int:
