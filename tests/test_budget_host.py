@@ -152,7 +152,7 @@ def test_it_comes_behind_all_that_is_stored_cheapest_first(recipe, steps):
         seen |= within.hosted
 
 
-@pytest.mark.parametrize("recipe", ["hot", "exact"])
+@pytest.mark.parametrize("recipe", ["hot", pytest.param("exact", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_same_bit_for_bit(name, recipe):
     make, x = CASES[name]

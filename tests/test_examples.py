@@ -47,7 +47,10 @@ def test_lora_learns(example, tmp_path, checkpointed):
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("name", "heads"), [("finetune_dpo", [LATER, NOW]), ("distil", [NOW])])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("finetune_dpo", [LATER, NOW]), pytest.param("distil", [NOW], marks=pytest.mark.slow)],
+)
 def test_losses_of_two_models_learn_without_logits(example, name, heads):
     """Policy and reference, student and teacher, in one graph: node by node."""
     pytest.importorskip("peft")

@@ -76,14 +76,9 @@ def miscompiled(monkeypatch, factor):
     monkeypatch.setattr(_Graph, "compile", wrong)
 
 
-@pytest.mark.parametrize(
-    ("factor", "compiles"),
-    [(3.0, 4), (math.nan, 2), (math.inf, 2)],
-    ids=["a repair, and two of all", "nothing explains NaN", "nor what is infinite"],
-)
-def test_what_stays_wrong_is_compiled_as_stock_compiles_it(factor, compiles, monkeypatch, caplog):
+def test_what_stays_wrong_is_compiled_as_stock_compiles_it(monkeypatch, caplog):
     """However exact a graph of ours is: what of it is wrong nobody knows."""
-    miscompiled(monkeypatch, factor)
+    miscompiled(monkeypatch, 3.0)
     torch.manual_seed(0)
     model, x = mlp(64, 8), torch.randn(256, 64)
 
@@ -95,12 +90,11 @@ def test_what_stays_wrong_is_compiled_as_stock_compiles_it(factor, compiles, mon
 
     want = train(model, 1)
     step = compiled(model)
-    first = max(errors(train(step, 1), want).values())
-    assert first > 1.9 if math.isfinite(factor) else first < 1e-5, "exact ones take their place"
+    assert max(errors(train(step, 1), want).values()) > 1.9
     assert max(errors(train(step, 16), want).values()) < 1e-5
     assert caplog.text.count("as stock Inductor compiles it") == 1
     assert not hot_compile.certificate(step).off
-    assert hot_compile.certificate(step).compiles == compiles
+    assert hot_compile.certificate(step).compiles == 4, "a repair, and two of all of the graph"
     torch._dynamo.reset()
     assert max(errors(train(compiled(model), 1), want).values()) < 1e-5, "the next run knows"
 
@@ -119,9 +113,8 @@ def trained(compile_model=None):
     return loss.item()
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_exact_gradients_take_the_place_of_what_is_not_finite(factor, monkeypatch, caplog):
-    miscompiled(monkeypatch, factor)
+def test_exact_gradients_take_the_place_of_what_is_not_finite(monkeypatch, caplog):
+    miscompiled(monkeypatch, math.nan)
     assert trained(compiled) == pytest.approx(trained(), rel=1e-5)
     assert caplog.text.count("these take their place") == 3, "two looks, and the step that judges"
     assert caplog.text.count("as stock Inductor compiles it") == 1
@@ -129,7 +122,7 @@ def test_exact_gradients_take_the_place_of_what_is_not_finite(factor, monkeypatc
 
 def test_parameters_that_are_lost_are_told_of_and_the_next_run_is_right(monkeypatch, caplog):
     """A step of NaN is the last with an optimizer: there is nothing exact to compare with."""
-    miscompiled(monkeypatch, math.nan)
+    miscompiled(monkeypatch, math.inf)
 
     def short(*_):
         raise eager.TooLarge("no")

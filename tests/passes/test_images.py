@@ -195,7 +195,7 @@ class Grouped(nn.Module):
         return self.two(self.norm(self.one(image)).relu()).square().mean()
 
 
-@pytest.mark.parametrize("faster", [False, True])
+@pytest.mark.parametrize("faster", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inductor_lays_images_so_and_packing_follows(monkeypatch, faster):
     monkeypatch.setattr(layout, "channels_last_wins", lambda *_: faster)
     torch.manual_seed(0)

@@ -31,7 +31,10 @@ def net(kernel, stride):
     return made.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(("kernel", "stride", "count"), [(3, 2, 1), (2, 2, 0), (3, 3, 0)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "count"),
+    [(3, 2, 1), (2, 2, 0), pytest.param(3, 3, 0, marks=pytest.mark.slow)],
+)
 def test_they_are_written_channels_last(kernel, stride, count, monkeypatch, fresh_dynamo):
     pools_pay(monkeypatch)
     laid, own = [], pool_layout.lay_pools

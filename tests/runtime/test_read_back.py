@@ -35,8 +35,7 @@ class Tokens(nn.Module):
 def model(width=WIDE):
     torch.manual_seed(0)
     x = torch.randn(324, TOKENS - 1, width)
-    y = torch.randn(324, TOKENS, width)
-    return Tokens(width), lambda forward: (forward(x) * y).mean()
+    return Tokens(width), lambda forward: forward(x).float().relu().square().mean()
 
 
 def read_back(source):
