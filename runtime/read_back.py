@@ -8,7 +8,7 @@ the memory held, and where that is beyond the row's largest, it is infinity's. W
 depends on the configuration that was fastest: of a ViT's norm, rows of 192, in 3 compiles of 18 all
 gradients before it were NaN.
 
-Torch 2.14.1 writes these barriers itself: https://github.com/pytorch/pytorch/pull/190519,
+Torch 2.14 writes these barriers itself: https://github.com/pytorch/pytorch/pull/190519,
 https://github.com/triton-lang/triton/issues/10924.
 """
 
@@ -24,8 +24,8 @@ from hot_compile.runtime.pointwise import taught
 
 @taught
 def awaited() -> None:
-    """Mend torches before 2.14.1, as that is: a second barrier would do no harm."""
-    if TorchVersion(torch.__version__) >= "2.14.1":
+    """Mend torches before 2.14, as that is."""
+    if TorchVersion(torch.__version__) >= "2.14":
         return
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
