@@ -43,7 +43,10 @@ def of_heads(kept):
 @pytest.mark.parametrize("size", [60.0, 300.0, 3000.0])
 def test_too_large_logits_are_repaired(tmp_path, monkeypatch, size):
     """Also where gradients are ten to the eighteenth as large as they should be, or infinite; of
-    the largest no more than that, since of these fp32 itself knows little."""
+    the largest no more than that, since of these fp32 itself knows little.
+
+    Exact ones take the place of those that are infinite, from the first step on.
+    """
     monkeypatch.setattr(acceptance, "folder", lambda: tmp_path)
     torch.manual_seed(0)
     model, x, cosines = Attends(size), torch.randn(4, 48, WIDTH), []
@@ -57,7 +60,7 @@ def test_too_large_logits_are_repaired(tmp_path, monkeypatch, size):
         model.zero_grad()
         compiled(x).backward()
         cosines.append(cosine(model.qkv.weight.grad, exact))
-    assert not cosines[0] > 0.9
+    assert (cosines[0] > 0.9) == (size == 3000)
     assert cosines[-1] > (0.999 if size < 3000 else 0.5)
 
 
