@@ -87,7 +87,7 @@ class Eager:
 
     def whole(self, step: Again, tangents: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """As ``gradients``, the gradients themselves."""
-        return self._walked(step, tangents, Tensor.clone)[1]
+        return self._walked(step, tangents, Tensor.detach)[1]
 
     def _walked(
         self, step: Again, tangents: Mapping[int, Tensor], keep: Callable[[Tensor], Tensor]
