@@ -350,7 +350,8 @@ class Watched:
         self._left -= watched
         if not watched and not (self._left or self._due or gauge.repaired):
             self._idle = self._next() - 2  # whether a step begins there shows the forward before
-        # what is to be compiled again, for it makes NaN, runs once more
+        # code that makes NaN runs once more while it is decided to drop it: its gradients are
+        # replaced in this step, too
         run = self._observed if watched or gauge.lost else self._usual
         passed = run(*args) if self.clock is None else self.clock(run, args, gauge, not watched)
         self.steps.passed(passed, args)

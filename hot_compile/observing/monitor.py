@@ -247,9 +247,9 @@ class Monitor:
         times = amplification(products)
         in_vain = gauge.repaired_in_vain
         if gauge.lost and not found:
-            return self._finer(gauge, AS_STOCK, f"{_LOST_FOR_GOOD}; {why}")
+            return self._take_rung(gauge, AS_STOCK, f"{_LOST_FOR_GOOD}; {why}")
         if gauge.lost and stored and _parts(found, stored) <= self.budget:
-            return self._finer(gauge, AS_STOCK, f"nothing that was rounded explains the {why}")
+            return self._take_rung(gauge, AS_STOCK, f"nothing that was rounded explains the {why}")
         if gauge.attempts < _ATTEMPTS and whole and not in_vain:
             unknown = not stored and gauge.config.memory is not Memory.OFF  # memory was too short
             rounded = self._leave(gauge, why)  # what is left of the whole is not known then
@@ -337,10 +337,10 @@ class Monitor:
             if _changes(gauge.config, change) and not (in_vain and "memory_bits" in change)
         )
         last = AS_STOCK if self._is_exact(gauge) else _LAST
-        return self._finer(gauge, next(changes, last), why)
+        return self._take_rung(gauge, next(changes, last), why)
 
-    def _finer(self, gauge: Gauge, rung: str, why: str) -> bool:
-        """All of a graph, unless its memory is too short for that."""
+    def _take_rung(self, gauge: Gauge, rung: str, why: str) -> bool:
+        """Towards exact with all of a graph, unless memory is too short for that."""
         room = gauge.room()
         if rung != _FORWARD and gauge.exact_more > room:
             _too_little(f"no graph that {rung}", room)

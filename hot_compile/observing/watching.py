@@ -1,4 +1,4 @@
-"""A compiled graph whose gradients are compared with exact ones, without touching the training.
+"""A compiled graph whose gradients are compared with exact ones; the training gets its own.
 
 A watched step is a usual one. Beside its backward, an exact twin of the graph runs forward and
 backward on the same inputs, tangents and random state; its backward shows every layer's operands to
@@ -7,7 +7,8 @@ compressed, are from the twin's. The twin runs before the usual backward where w
 is less than the gradients it makes, else after it, when what it stored is freed: so both together
 take no more memory than an exact step. Of the twin's gradients only sketches are kept. It is
 compiled like any other graph, when it is first wanted. Whatever fails in it ends the watching of
-this graph with one warning; the step gets its gradients all the same.
+this graph with one warning; the step gets its gradients all the same. They are replaced in one
+case: where the step's are infinite or NaN, and exact ones are not.
 """
 
 from __future__ import annotations
@@ -346,7 +347,7 @@ class Watch:
     def _compare(self, look: _Look, usual: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tell the observer how far gradients are from the twin's; called after both backwards.
 
-        Returns exact ones to take the place of those that only they are finite of.
+        Returns exact gradients, by parameter, where the usual ones are not finite and these are.
         """
         if look.deviation is None:
             return {}
@@ -424,12 +425,11 @@ class _Look:
             after.remove()
             if not early:
                 rerun(self)
-            pairs = zip(known, gradients, strict=True)
+            pairs = list(zip(known, gradients, strict=True))
             usual = {name: g for name, g in pairs if name is not None and g is not None}
             right = compare(self, usual)
             self._step.args, self._tangents, self.exact = [], {}, {}
-            places = zip(known, gradients, strict=True)
-            return tuple(right.get(name or "", g) for name, g in places) if right else None
+            return tuple(right.get(name or "", g) for name, g in pairs) if right else None
 
         before, after = node.register_prehook(begins), node.register_hook(finished)
 
@@ -449,7 +449,7 @@ class _Look:
 
     @property
     def _known_tangents(self) -> dict[int, Tensor]:
-        # of an output that nobody's loss depends on, hooks are told of no gradient
+        """Of an output that nobody's loss depends on, hooks are told of no gradient."""
         return {place: t for place, t in self._tangents.items() if t is not None}
 
     def instead(self, lost: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 
 TOKENS = 50
 NARROW, WIDE = 192, 1536
-"""A row of which torch 2.11 takes in a loop, for all that is read of it; and any torch."""
+"""Elements of rows that Inductor takes in a loop: torch 2.11 does, for so many operands; any."""
 POINTER = re.compile(r"tl\.(store|load)\((\w*out_ptr\d+) ")
 
 
