@@ -21,7 +21,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, is_tangent, returned, strip
-from hot_compile.passes.base.operators import CASTS, VIEWS
+from hot_compile.passes.base.operators import CASTS, RESHAPES, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.cost.images import RatesOf, channels_last_wins
@@ -183,22 +183,41 @@ def _turned(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> int:
 
 
 def _mark_images(forward: fx.GraphModule) -> None:
-    """Note convolutions' outputs, the images made of them, and copies that convolutions read."""
+    """Note convolutions' outputs, the images made of them, and copies that convolutions read.
+
+    A norm of groups sees an image in another shape, and what it leaves lies as the image did.
+    """
     convolutions = forward.graph.find_nodes(op="call_function", target=aten.convolution.default)
     read = {strip(node.args[0], CASTS) for node in convolutions}
+    images: dict[fx.Node, torch.Size] = {}
     for node in forward.graph.nodes:
         convolved = node.target is aten.convolution.default
         copied = node.target is aten.clone.default and node in read
-        made = node.target not in VIEWS and any(_MARK in n.meta for n in node.all_input_nodes)
+        made = node.target not in VIEWS and any(
+            _MARK in n.meta or images.get(n, ()) == _shape(n) for n in node.all_input_nodes
+        )
         if (convolved or copied or made) and _is_image(node):
             node.meta[_MARK] = True
+            images[node] = _shape(node)
+        elif shown := [n for n in node.all_input_nodes if n in images and _shows(node, n)]:
+            images[node] = images[shown[0]]
+
+
+def _shows(node: fx.Node, image: fx.Node) -> bool:
+    """``node`` has the elements of ``image`` in their order, or one made of each."""
+    each = is_pointwise(node) or node.target in CASTS
+    return node.target in RESHAPES or (each and _shape(node) == _shape(image))
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return value.shape if isinstance(value, torch.Tensor) else torch.Size()
 
 
 def _is_image(node: fx.Node) -> bool:
     """Inductor does it for images only, not for signals or volumes."""
-    value = node.meta.get("val")
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return isinstance(value, torch.Tensor) and value.dim() == IMAGE_DIMS
+    return len(_shape(node)) == IMAGE_DIMS
 
 
 def is_marked(node: fx.Node) -> bool:

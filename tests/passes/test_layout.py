@@ -79,6 +79,49 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
     assert by_name["convolution"].bytes == values + CHANNELS * 4  # scales; the norm keeps its means
 
 
+class Grouped(nn.Module):
+    """Convolutions and a norm of groups, written as Inductor has it on a GPU: in its shape."""
+
+    groups = 4
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, CHANNELS, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        self.weight = nn.Parameter(torch.rand(CHANNELS, 1, 1))
+
+    def forward(self, image):
+        x = self.conv1(image)
+        grouped = x.view(len(x), self.groups, CHANNELS // self.groups, SIZE**2)
+        var, mean = torch.var_mean(grouped, (2, 3), correction=0, keepdim=True)
+        x = ((grouped - mean) * (var + 1e-5).rsqrt()).view_as(x) * self.weight
+        return self.conv2(nn.functional.silu(x)).square().mean()
+
+
+def test_what_a_norm_of_groups_leaves_is_stored_as_the_image_lies(monkeypatch):
+    torch.manual_seed(0)
+    net, image = Grouped(), torch.randn(BATCH, 3, SIZE, SIZE)
+    net(image).backward()
+    exact = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    found, _ = marked(monkeypatch, net, image)
+    whole = [n for n in found if isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].dim()]
+    assert all(n.meta["val"].shape[1] == CHANNELS for n in whole), whole  # none in groups' shape
+    assert any(
+        n.target is aten.mul.Tensor and n.meta["val"].numel() == image.numel() // 3 * CHANNELS
+        for n in whole
+    )
+    net.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="hot", options=OPTIONS)
+    _, code = run_and_get_code(lambda: compiled(image).backward())
+    sizes = rf"\({BATCH}, {CHANNELS}, {SIZE}, {SIZE}\)"
+    made = re.findall(rf"empty_strided_cpu\({sizes}, \((.*?)\)", str(code))
+    assert set(made) == {f"{CHANNELS * SIZE**2}, 1, {CHANNELS * SIZE}, {CHANNELS}"}
+    for parameter, want in zip(net.parameters(), exact, strict=True):
+        assert cosine(parameter.grad, want) > 0.95
+
+
 def test_strides_are_kept_where_inductor_keeps_them(monkeypatch, step):
     with torch._inductor.config.patch(layout_optimization=False):
         found, _ = marked(monkeypatch, *step[:2])
