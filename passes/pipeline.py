@@ -58,7 +58,7 @@ from hot_compile.passes.storage.crossers import Crosser, base, crossers, saved_p
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.flat import work_out_flat
 from hot_compile.passes.storage.kept_inputs import keep_inputs
-from hot_compile.passes.storage.layout import is_marked, lay_images
+from hot_compile.passes.storage.layout import all_lie_channels_last, lay_images
 from hot_compile.passes.storage.pieces import (
     join_part_by_part,
     restore_once_where_read_apart,
@@ -370,7 +370,7 @@ def _scalars(cut: Partitioned) -> int:
 
 
 def _gradients(cut: Partitioned) -> int:
-    last = cut.forms and any(map(is_marked, cut.forward.graph.nodes))
+    last = cut.forms and all_lie_channels_last(cut.forward.graph)
     laid = lay_as_images(cut.backward.graph) if last else 0
     return laid + lay_pools(cut.backward.graph, last)
 

@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, warp_size=32,
@@ -65,7 +66,7 @@ def pretend(kernels: bool, written: Callable[[str], object] = lambda _: None) ->
     """
     import triton
     from torch._dynamo import device_interface
-    from torch._inductor import compile_fx, config, scheduler, utils  # noqa: F401
+    from torch._inductor import compile_fx, config, decomposition, scheduler, utils  # noqa: F401
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
@@ -104,9 +105,20 @@ def pretend(kernels: bool, written: Callable[[str], object] = lambda _: None) ->
     # measurements are what a GPU would be needed for
     config.force_disable_caches, config.compile_threads = True, 1
     config.joint_graph_constant_folding = config.shape_padding = False
+    decomposition.decompositions[aten.native_group_norm.default] = _group_norm
+    decomposition.fast_random_decomps.cache_clear()
     _Views.watch()
     for name in ("_compile_to_module", "compile_to_module", "compile_to_fn"):
         setattr(GraphLowering, name, functools.partialmethod(_write, kernels, written))
+
+
+def _group_norm(x: Tensor, weight: Any, bias: Any, *sizes: Any) -> tuple[Tensor, ...]:
+    """As torch decomposes it on a GPU: in the groups' shape, and by channel only then."""
+    out, mean, rstd = torch._refs.native_group_norm(x.float(), None, None, *sizes)
+    for vector, step in ((weight, torch.mul), (bias, torch.add)):
+        if vector is not None:
+            out = step(out, vector.reshape(-1, *[1] * (x.dim() - 2)))
+    return out.to(x.dtype), mean.to(x.dtype), rstd.to(x.dtype)
 
 
 class _Views:

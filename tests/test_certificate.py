@@ -10,7 +10,7 @@ from torch import nn
 import hot_compile
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
-from hot_compile.observing.evidence import Spread, Trace, judged
+from hot_compile.observing.evidence import Spread, Trace, faults, judged
 from hot_compile.observing.gauge import Gauge
 from hot_compile.passes.measure.stored import LOST
 
@@ -93,9 +93,19 @@ def test_no_layer_is_blamed_for_a_gradient_that_is_not_judged():
 
 @pytest.mark.parametrize(("apart", "fault"), [(0.01, True), (0.6, False)])
 def test_where_exact_code_differs_from_itself_nothing_is_wrong(apart, fault):
-    trace = Trace()
+    trace, real = Trace(), Trace()
     trace.add(10 * EXACT, EXACT, apart * EXACT)
-    assert bool(trace.fault(0.2)) == fault
+    real.add(EXACT, EXACT, 0 * EXACT)
+    assert bool(faults({"bias": trace, "weight": real}, 0.2)) == fault
+
+
+@pytest.mark.parametrize(("size", "fault"), [(10, True), (2, False)])
+def test_where_all_gradients_are_rounding_what_is_larger_is_wrong(size, fault):
+    """A loss is flat, a contrastive one of a single sample, say: nothing is to be added to it."""
+    traces = {"bias": Trace(), "weight": Trace()}
+    for trace in traces.values():
+        trace.add(size * EXACT, EXACT, 0.6 * EXACT)
+    assert bool(faults(traces, 0.2)) == fault
 
 
 def net():

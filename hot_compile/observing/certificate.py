@@ -16,7 +16,7 @@ from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
 
 from hot_compile.config import Strategy
-from hot_compile.observing.evidence import Spread
+from hot_compile.observing.evidence import Spread, faults
 from hot_compile.observing.monitor import KEPT_AS, Look, Monitor
 from hot_compile.passes.storage.step_time import StepTime
 from hot_compile.sizes import memory_text, time_text
@@ -174,16 +174,18 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
     noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
     rounding = {name: t.rounding for name, t in traces.items() if t.rounding}
     bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
-    faults = (
-        {} if monitor.budget is None else {n: t.fault(monitor.budget) for n, t in traces.items()}
-    )
+    off = {
+        names[n]: why
+        for gauge, names in named
+        for n, why in faults(gauge.judged, monitor.budget).items()
+    }
     return Certificate(
         layers=len(decisions),
         on_integers=sum(d.strategy is not Strategy.EXACT for d in decisions),
         errors=Spread.of({name: t.error for name, t in traces.items()}),
         noise=Spread.of(noise),
         bias=Spread.of(bias),
-        off={name: why for name, why in faults.items() if why},
+        off=off,
         looks=tuple(monitor.history),
         compiles=monitor.compiles,
         graphs=len(gauges),

@@ -90,10 +90,13 @@ class Trace:
         """Up to which its error is fine: the budget, a share of the batch's noise, or rounding."""
         return max(budget, _OF_NOISE * (self.noise or 0.0), _OF_ROUNDING * self.rounding)
 
+    @property
+    def only_rounding(self) -> bool:
+        """The exact gradient is nothing else, and the error is finite."""
+        return self.rounding > _NOTHING and self.error < LOST
+
     def fault(self, budget: float) -> str:
         """What is wrong with it; nothing if it is fine. Noise excuses chance, but no bias."""
-        if self.rounding > _NOTHING and self.error < LOST:
-            return ""
         if self.error > self.limit(budget):
             noise = "" if self.noise is None else f", the batch's noise {self.noise:.2g}"
             return f"error {self.error:.3g} over budget {budget:g}{noise}"
@@ -118,6 +121,19 @@ class Spread:
             return None
         name = max(figures, key=lambda each: figures[each])
         return cls(statistics.median(figures.values()), figures[name], name)
+
+
+def faults(judged: Mapping[str, Trace], budget: float | None) -> dict[str, str]:
+    """What is wrong, by parameter; nothing without a ``budget``.
+
+    A gradient that is only rounding has no fault, a bias's in front of a norm, say; unless all of
+    them are: then what is added to them is not small beside anything.
+    """
+    if budget is None:
+        return {}
+    firm = {name: trace for name, trace in judged.items() if not trace.only_rounding}
+    found = {name: trace.fault(budget) for name, trace in (firm or judged).items()}
+    return {name: why for name, why in found.items() if why}
 
 
 def judged(traces: Mapping[str, Trace], matrices: Set[str]) -> dict[str, Trace]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hot_compile import parsers
 from hot_compile.config import HotConfig, Memory, Strategy
 from hot_compile.errors import OptionError
-from hot_compile.observing.evidence import Spread
+from hot_compile.observing.evidence import Spread, faults
 from hot_compile.observing.raising import (
     Stored,
     affordable,
@@ -224,8 +224,7 @@ class Monitor:
         if self.budget is None or (gauge.as_stock if self.sums else self._is_exact(gauge)):
             return {}
         own = {name: exact_products(off, None) for name, off in self._own(found, 1.0).items()}
-        whole = {name: t.fault(self.budget) for name, t in gauge.judged.items()}
-        return {**own, **{name: why for name, why in whole.items() if why}}
+        return {**own, **faults(gauge.judged, self.budget)}
 
     def repair(
         self, step: int, found: Qualities, stored: Mapping[str, Stored], gauge: Gauge

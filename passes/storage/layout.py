@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -159,8 +160,7 @@ def lay_images(
     )
     if forced:
         forward.meta[CHANNELS_LAST] = True
-    if changes or forced:
-        _mark_images(forward)
+    _mark_images(forward, all_of_them=changes or forced)
     return int(forced)
 
 
@@ -182,25 +182,35 @@ def _turned(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> int:
     return sum(bytes_of(x) for x in images if hint(x.stride(CHANNEL_DIM)) != 1)
 
 
-def _mark_images(forward: fx.GraphModule) -> None:
+def _mark_images(forward: fx.GraphModule, all_of_them: bool) -> None:
     """Note convolutions' outputs, the images made of them, and copies that convolutions read.
 
-    A norm of groups sees an image in another shape, and what it leaves lies as the image did.
+    A norm of groups sees an image in another shape, and what it leaves lies as the image did. If
+    not ``all_of_them``, the convolutions whose fake strides say so lie channels last, as those of
+    weights that do; what other convolutions read is turned round for them.
     """
     convolutions = forward.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    read = {strip(node.args[0], CASTS) for node in convolutions}
+    lying = {conv for conv in convolutions if all_of_them or _lies_channels_last(conv)}
+    read = {strip(conv.args[0], CASTS) for conv in convolutions}
+    turned = {n for conv in convolutions if conv not in lying for n in _between(conv)}
     images: dict[fx.Node, torch.Size] = {}
     for node in forward.graph.nodes:
         convolved = node.target is aten.convolution.default
-        copied = node.target is aten.clone.default and node in read
+        copied = all_of_them and node.target is aten.clone.default and node in read
         made = node.target not in VIEWS and any(
             _MARK in n.meta or images.get(n, ()) == _shape(n) for n in node.all_input_nodes
         )
-        if (convolved or copied or made) and _is_image(node):
+        lies = node in lying if convolved else (copied or made) and node not in turned
+        if lies and _is_image(node):
             node.meta[_MARK] = True
             images[node] = _shape(node)
         elif shown := [n for n in node.all_input_nodes if n in images and _shows(node, n)]:
             images[node] = images[shown[0]]
+
+
+def _between(conv: Any) -> set[Any]:
+    """What ``conv`` reads, and what that is cast from."""
+    return {conv.args[0], strip(conv.args[0], CASTS)}
 
 
 def _shows(node: fx.Node, image: fx.Node) -> bool:
@@ -215,9 +225,20 @@ def _shape(node: fx.Node) -> torch.Size:
     return value.shape if isinstance(value, torch.Tensor) else torch.Size()
 
 
+def _lies_channels_last(node: fx.Node) -> bool:
+    return _is_image(node) and hint(node.meta["val"].stride(CHANNEL_DIM)) == 1
+
+
 def _is_image(node: fx.Node) -> bool:
     """Inductor does it for images only, not for signals or volumes."""
     return len(_shape(node)) == IMAGE_DIMS
+
+
+def all_lie_channels_last(forward: fx.Graph) -> bool:
+    """All outputs of convolutions of images do, and there are some."""
+    found = forward.find_nodes(op="call_function", target=aten.convolution.default)
+    images = [conv for conv in found if _is_image(conv)]
+    return bool(images) and all(map(is_marked, images))
 
 
 def is_marked(node: fx.Node) -> bool:

@@ -98,9 +98,13 @@ class Grouped(nn.Module):
         return self.conv2(nn.functional.silu(x)).square().mean()
 
 
-def test_what_a_norm_of_groups_leaves_is_stored_as_the_image_lies(monkeypatch):
+@pytest.mark.parametrize("by", ["Inductor", "the user"])
+def test_what_a_norm_of_groups_leaves_is_stored_as_the_image_lies(by, monkeypatch):
     torch.manual_seed(0)
     net, image = Grouped(), torch.randn(BATCH, 3, SIZE, SIZE)
+    if by == "the user":
+        net, image = (x.to(memory_format=torch.channels_last) for x in (net, image))
+        monkeypatch.setattr(layouts.GraphLowering, "decide_layout_opt", lambda *_, **__: False)
     net(image).backward()
     exact = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
