@@ -191,6 +191,8 @@ def _mark_images(forward: fx.GraphModule, all_of_them: bool) -> None:
     """
     convolutions = forward.graph.find_nodes(op="call_function", target=aten.convolution.default)
     lying = {conv for conv in convolutions if all_of_them or _lies_channels_last(conv)}
+    if not lying:
+        return
     read = {strip(conv.args[0], CASTS) for conv in convolutions}
     turned = {n for conv in convolutions if conv not in lying for n in _between(conv)}
     images: dict[fx.Node, torch.Size] = {}
@@ -198,7 +200,7 @@ def _mark_images(forward: fx.GraphModule, all_of_them: bool) -> None:
         convolved = node.target is aten.convolution.default
         copied = all_of_them and node.target is aten.clone.default and node in read
         made = node.target not in VIEWS and any(
-            _MARK in n.meta or images.get(n, ()) == _shape(n) for n in node.all_input_nodes
+            n in images and images[n] == _shape(n) for n in node.all_input_nodes
         )
         lies = node in lying if convolved else (copied or made) and node not in turned
         if lies and _is_image(node):
