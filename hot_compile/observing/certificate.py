@@ -170,14 +170,13 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
     gauges = [graph.gauge for graph in monitor.graphs]
     decisions = [d for gauge in gauges for d in gauge.decisions]
     named = list(zip(gauges, _names(gauges), strict=True))
-    traces = {names[n]: trace for gauge, names in named for n, trace in gauge.judged.items()}
+    judged = [(gauge.judged, names) for gauge, names in named]
+    traces = {names[n]: trace for found, names in judged for n, trace in found.items()}
     noise = {name: t.noise for name, t in traces.items() if t.noise is not None}
     rounding = {name: t.rounding for name, t in traces.items() if t.rounding}
     bias = {name: t.bias for name, t in traces.items() if t.bias is not None}
     off = {
-        names[n]: why
-        for gauge, names in named
-        for n, why in faults(gauge.judged, monitor.budget).items()
+        names[n]: why for found, names in judged for n, why in faults(found, monitor.budget).items()
     }
     return Certificate(
         layers=len(decisions),

@@ -123,16 +123,16 @@ class Spread:
         return cls(statistics.median(figures.values()), figures[name], name)
 
 
-def faults(judged: Mapping[str, Trace], budget: float | None) -> dict[str, str]:
-    """What is wrong, by parameter; nothing without a ``budget``.
+def faults(traces: Mapping[str, Trace], budget: float | None) -> dict[str, str]:
+    """What is wrong with gradients of a graph, by parameter; nothing without a ``budget``.
 
     A gradient that is only rounding has no fault, a bias's in front of a norm, say; unless all of
     them are: then what is added to them is not small beside anything.
     """
     if budget is None:
         return {}
-    firm = {name: trace for name, trace in judged.items() if not trace.only_rounding}
-    found = {name: trace.fault(budget) for name, trace in (firm or judged).items()}
+    firm = {name: trace for name, trace in traces.items() if not trace.only_rounding}
+    found = {name: trace.fault(budget) for name, trace in (firm or traces).items()}
     return {name: why for name, why in found.items() if why}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
-from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, is_tangent, returned, strip
+from hot_compile.passes.base.graph import (
+    CHANNEL_DIM,
+    IMAGE_DIMS,
+    aten,
+    is_tangent,
+    returned,
+    strip,
+    value_of,
+)
 from hot_compile.passes.base.operators import CASTS, RESHAPES, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint
@@ -227,8 +236,11 @@ def _shape(node: fx.Node) -> torch.Size:
     return value.shape if isinstance(value, torch.Tensor) else torch.Size()
 
 
-def _lies_channels_last(node: fx.Node) -> bool:
-    return _is_image(node) and hint(node.meta["val"].stride(CHANNEL_DIM)) == 1
+def _lies_channels_last(conv: fx.Node) -> bool:
+    """The strides of its output say so; those of a single position say nothing."""
+    value = value_of(conv)
+    positions = math.prod(map(hint, value.shape[CHANNEL_DIM + 1 :]))
+    return _is_image(conv) and positions > 1 and hint(value.stride(CHANNEL_DIM)) == 1
 
 
 def _is_image(node: fx.Node) -> bool:

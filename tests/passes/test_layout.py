@@ -79,6 +79,28 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
     assert by_name["convolution"].bytes == values + CHANNELS * 4  # scales; the norm keeps its means
 
 
+class Gated(nn.Module):
+    """A convolution whose channels a convolution of one position weighs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.gate = nn.Conv2d(CHANNELS, CHANNELS, 1)
+
+    def forward(self, image):
+        x = self.conv(image)
+        return (x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid()).square().mean()
+
+
+@pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last])
+def test_one_position_does_not_say_how_images_lie(given, monkeypatch):
+    """Its strides are those of both layouts, and it is read beside a whole image."""
+    monkeypatch.setattr(layouts.GraphLowering, "decide_layout_opt", lambda *_, **__: False)
+    net, image = (x.to(memory_format=given) for x in (Gated(), torch.randn(BATCH, 3, SIZE, SIZE)))
+    found, _ = marked(monkeypatch, net, image)
+    assert bool(found) == (given is torch.channels_last)
+
+
 class Grouped(nn.Module):
     """Convolutions and a norm of groups, written as Inductor has it on a GPU: in its shape."""
 
