@@ -255,9 +255,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             return functorch_config.patch(
                 ban_recompute_materialized_backward=False, activation_memory_budget=_TWIN_BUDGET
             )
-        # recomputing is not for free, nor are its launches where the device waits for them
-        stores = config.memory not in (Memory.OFF, Memory.FREE)
-        stores &= self._joint.step is None or not self._joint.step.waits_for_host
+        stores = config.memory not in (Memory.OFF, Memory.FREE)  # recomputing is not for free
         changed = plan is not None and (plan.rewritten or stores)
         recompute = changed and config.recompute if way is None else way.recompute
         if not recompute:

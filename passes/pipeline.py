@@ -89,11 +89,9 @@ def _duration(joint: Joint) -> int:
     context, config = joint.context, joint.context.config
     if config.memory is Memory.AUTO and not config.has_budget:
         forced = config.min_gain == 0
-        predicted = step_time(joint.graph, context.rates, context.captured, forced)
-        joint.step = predicted
-        if context.timed is not None:
-            priced = predicted.priced if predicted else 0.0
-            joint.step = dataclasses.replace(context.timed, priced=priced)
+        joint.step = step_time(joint.graph, context.rates, context.captured, forced)
+        if context.timed is not None and not context.timed.waits_for_host:
+            joint.step = context.timed
     return 0
 
 
@@ -128,9 +126,8 @@ def _plan(joint: Joint) -> int:
     context = joint.context
     room = Room(joint.graph, context.config.memory is not Memory.OFF)
     args = (joint.sites, context.config, joint.prices, context.profile, joint.found, room)
-    joint.plan = dataclasses.replace(
-        plan(*args), heads=joint.heads, step=joint.step, known=context.known
-    )
+    step = joint.step and (context.timed or joint.step)
+    joint.plan = dataclasses.replace(plan(*args), heads=joint.heads, step=step, known=context.known)
     return len(joint.plan.rewritten)
 
 
@@ -180,17 +177,13 @@ def _observe(joint: Joint) -> int:
 
 
 def _layouts(cut: Partitioned) -> int:
-    """No layout is forced where the host is waited for: with channels last it has more launches."""
-    halves, may_force = (cut.forward, cut.backward), cut.forms and not cut.waits
-    return lay_images(*halves, cut.num_fwd_outputs, cut.context.rates, may_force)
+    halves = cut.forward, cut.backward
+    return lay_images(*halves, cut.num_fwd_outputs, cut.context.rates, cut.forms)
 
 
 def _inputs(cut: Partitioned) -> int:
     """Where min-cut was free to make layers' inputs again."""
-    step, config = cut.step, cut.context.config
-    if cut.by_user or not (cut.stores and config.recompute):
-        return 0
-    if step is None or step.waits_for_host:
+    if cut.by_user or cut.step is None or not (cut.stores and cut.context.config.recompute):
         return 0
     most = _allowed(cut) - cut.spent
     kept, again = keep_inputs(*cut.graphs, cut.num_fwd_outputs, cut.context.rates, most)
@@ -222,7 +215,7 @@ def _stored_for_sure(cut: Partitioned) -> bool:
     With "free" or "auto": if the time to spend pays for storing all as the cheapest, norms, are.
     """
     config = cut.context.config
-    if cut.plan is None or cut.waits or config.has_budget or config.memory is Memory.PAPER:
+    if cut.plan is None or config.has_budget or config.memory is Memory.PAPER:
         return False
     if config.memory is not Memory.FREE and cut.step is None:
         return True  # whatever it takes
@@ -240,7 +233,8 @@ def _crossers(cut: Partitioned) -> int:
 
 def _plan_storage(cut: Partitioned) -> int:
     if cut.plan is not None and (cut.stores or cut.fit is not None):
-        config, price = cut.context.config, cut.context.storage_prices(cut.found, cut.waits)
+        by_launch = cut.step is not None and cut.step.waits_for_host
+        config, price = cut.context.config, cut.context.storage_prices(cut.found, by_launch)
         cut.names = _names(cut)
         measured = _measured(cut)
         cut.asked = _asked(cut, measured)
@@ -364,7 +358,7 @@ def _casts(cut: Partitioned) -> int:
 
 
 def _scalars(cut: Partitioned) -> int:
-    if cut.waits or not cut.forms:
+    if not cut.forms:
         return 0
     return scale_behind(cut.backward.graph, cut.context.rates)
 

@@ -32,7 +32,8 @@ class Joint:
     found: list[Candidate] = dataclasses.field(default_factory=list)
     prices: Prices = dataclasses.field(default_factory=dict)
     step: StepTime | None = None
-    """About what a step takes as it comes, where storing is to be measured against that."""
+    """About what a step takes as it comes, where storing is to be measured against that: not that
+    its device was seen to wait."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan("exact", ()))
 
 
@@ -90,11 +91,6 @@ class Partitioned:
     def forms(self) -> bool:
         """Forms that are as exact, and faster, may be taken."""
         return self.plan is not None and self.context.config.exact_forms
-
-    @property
-    def waits(self) -> bool:
-        """The device waits for its host."""
-        return self.step is not None and self.step.waits_for_host
 
     @property
     def fits(self) -> bool:

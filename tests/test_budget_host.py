@@ -180,6 +180,7 @@ class Operators(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_inductors_code_gives_the_same_and_fetches_one_ahead(lower):
     """Ours depend on nothing but inputs: left alone, it would bring all back at once.

@@ -347,6 +347,7 @@ def test_logits_outside_of_the_graph_get_their_gradient(place, caplog):
     assert "goes on as stock" in told(caplog)
 
 
+@pytest.mark.slow
 def test_code_from_the_cache_is_guarded(monkeypatch, tmp_path):
     """Nothing is known of such code but what it is called with."""
     folder = own_cache(tmp_path / "inductor")["TORCHINDUCTOR_CACHE_DIR"]
@@ -421,6 +422,7 @@ def test_a_folder_that_cannot_be_written_costs_the_reproduction_only(monkeypatch
     assert "No reproduction could be written" in told(caplog)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [*(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:3]), PLACES[3]]
 )

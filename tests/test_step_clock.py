@@ -22,6 +22,7 @@ OPTIONS = {"keep_head": False, "accept": "auto"}
 STEPS = 20
 """Enough for a clock, where it begins with the fifth."""
 WAITS, BUSY = StepTime(0.004, 0.004, True), StepTime(0.009, 0.004, False)
+LONG = StepTime(1.0, 0.004, False)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
@@ -261,9 +262,8 @@ def train_exact(monkeypatch):
 
 
 def test_a_step_that_takes_longer_so_is_compiled_as_it_was(kept, train_exact, caplog):
-    """As a net's images that lie channels first again, for fewer launches."""
-    slower = dataclasses.replace(WAITS, device=1.05 * WAITS.device)
-    before, after, again = train_exact([WAITS, slower], 2 * STEPS)
+    slower = dataclasses.replace(LONG, device=1.05 * LONG.device)
+    before, after, again = train_exact([LONG, slower], 2 * STEPS)
     assert after.digest != before.digest
     assert again.digest == before.digest
     assert "takes longer: " in caplog.text
@@ -275,17 +275,17 @@ def test_a_step_that_takes_longer_so_is_compiled_as_it_was(kept, train_exact, ca
 
 
 def test_a_step_that_takes_no_longer_so_stays(kept, train_exact, caplog):
-    _, after = train_exact([WAITS, WAITS], 2 * STEPS)
+    _, after = train_exact([LONG, LONG], 2 * STEPS)
     assert "takes longer" not in caplog.text
     (file,) = kept.iterdir()
     assert Findings.load(file).timed
-    assert Findings.load(file).step == WAITS
+    assert Findings.load(file).step == LONG
     (again,) = train_exact([], 1)
     assert again.digest == after.digest
 
 
 def test_a_step_that_takes_much_longer_than_predicted_stores_more(kept, train_exact, caplog):
-    before, after = train_exact([StepTime(1.0, 0.004, False)] * 2, 2 * STEPS)
+    before, after = train_exact([LONG] * 2, 2 * STEPS)
     assert "would slow the step down" in str([c.reason for c in before.crossing])
     assert after.held_bytes < before.held_bytes
     assert "(measured): the device does not wait. It is compiled again" in caplog.text

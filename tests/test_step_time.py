@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from hot_compile.passes import hooks, pipeline
+from hot_compile.passes import pipeline
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.cost import tuned
 from hot_compile.passes.cost.conv import products_of
@@ -32,9 +32,7 @@ def test_a_step_is_its_products_and_what_they_move():
     assert step.host == pytest.approx(1.5 * rates.launch)  # the product's; nobody reads the other
     assert step.waits_for_host
     assert step.slack == SLACK * step.host
-    slow = dataclasses.replace(step, host=9.0, waits=True)
-    assert slow.slack == step.slack, "a slow host has no more launches to give"
-    assert StepTime(1.0, 9.0, False, priced=2.0).slack == SLACK
+    assert StepTime(1.0, 9.0, False).slack == SLACK
     assert step_time(graph, lambda _: rates, captured=True) == StepTime(step.device, 0.0)
     assert step_time(graph, lambda _: None) is None
     assert step_time(graph, lambda _: RATES["cpu"]).host == 0
@@ -57,7 +55,7 @@ def test_what_torch_does_not_count_makes_a_step_shorter_only():
 def images(batch):
     """Batch norms between convolutions, of sizes that halve: the first images hold most bytes."""
     parts, size = [], 4
-    for _ in range(4):
+    for _ in range(5):
         parts += nn.Conv2d(size, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
         size = 16
     return nn.Sequential(*parts), (torch.empty(batch, 4, 64, 64),)
@@ -82,12 +80,10 @@ def stored(graph):
 
 
 def test_a_step_that_waits_for_its_host_is_spared_launches(predicted):
-    """It stores what frees most bytes a launch, and leaves the rest, saying why."""
+    """Nothing here saves one, so nothing is stored that takes one, and it says why."""
     slow = predicted(1e-3)
-    left = {c.name: c.bytes_before for c in slow.crossing if c.reason == pipeline.TOO_DEAR}
-    assert left
-    assert max(left.values()) <= max(stored(slow).values())
-    assert 0 < slow.storing_seconds < 4 * 1.5e-3  # a few launches are all it may take
+    assert any(c.reason == pipeline.TOO_DEAR for c in slow.crossing)
+    assert slow.storing_seconds == 0
     every = predicted(1e-3, memory="all")
     assert every.held_bytes < slow.held_bytes
     assert len(stored(every)) > len(stored(slow))
@@ -102,20 +98,6 @@ def test_a_cpu_stores_what_a_step_pays_for(predicted, kind):
     assert usual.held_bytes > every.held_bytes
     forced = predicted(own.launch, own, min_gain=0)
     assert not any(c.reason == pipeline.TOO_DEAR for c in forced.crossing)
-
-
-@pytest.mark.parametrize(("launch", "recomputes"), [(1e-9, True), (1e-3, False)])
-def test_nor_does_it_recompute_what_a_library_reads(predicted, monkeypatch, launch, recomputes):
-    seen, own = [], hooks.Partitioner._recomputation
-
-    def look(*args):
-        with own(*args):
-            seen.append(not torch._functorch.config.ban_recompute_materialized_backward)
-        return own(*args)
-
-    monkeypatch.setattr(hooks.Partitioner, "_recomputation", look)
-    predicted(launch)
-    assert seen == [recomputes]
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -1,7 +1,8 @@
 """How long storing, and making again what is not stored, may take a step.
 
 What layers on integers and exact forms win pays for it, and a share of the step comes on top
-(``step_time.SLACK``). So a step is as long as stock's, by prediction, to within that share.
+(``step_time.SLACK``). So a step is as long as stock's, by prediction, to within that share. One
+that is predicted to wait for its host gets no share: storing takes as many launches as others save.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def seconds_allowed(
         rates_of: a device's.
     """
     if step.waits_for_host:
-        return won + step.slack + sum(_launches_saved(graph, rates_of) for graph in graphs[:1])
+        return won + sum(_launches_saved(graph, rates_of) for graph in graphs[:1])
     return won + step.slack + won_by_forms + sum(seconds_shortened(g, rates_of) for g in graphs)
 
 

@@ -48,8 +48,6 @@ class StepTime:
     host: float
     waits: bool | None = None
     """The device was seen to wait for its host, or not to; None: both times are predicted."""
-    priced: float = dataclasses.field(default=0.0, compare=False)
-    """What its launches take by the price of one: on a slow host each takes longer."""
     share: float = 1.0
     """Of the step: the part of it that a graph is about, where several graphs make one up."""
 
@@ -62,7 +60,7 @@ class StepTime:
     def slack(self) -> float:
         """Seconds that storing may take, by the same prices: ``SLACK`` of what is waited for."""
         if self.waits_for_host:
-            return SLACK * (self.priced or self.share * self.host)
+            return SLACK * self.share * self.host
         known = 1.0 if self.waits is not None else _SHORT
         return SLACK * self.share * self.device / known
 
@@ -115,7 +113,7 @@ def step_time(
             total += _operations(node, count, args, kwargs, result) / speed
     calls = 0 if captured else sum(map(_is_kernel, graph.nodes))
     host = calls * LAUNCH * launch
-    return StepTime(total, host, priced=host) if total else None
+    return StepTime(total, host) if total else None
 
 
 def _is_kernel(node: fx.Node) -> bool:

@@ -171,6 +171,7 @@ def test_any_order_of_steps(tensors, order):
     torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_vector_that_is_part_of_another_keeps_its_place():
     """Compiled: what is read from memory must be the second half, not the first."""
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ def test_operators_pass_opcheck(op, method):
     ("recipe", "floor", "lower"),
     [
         ("int4-naive", 0.7, False),
-        ("luq", 0.7, True),
+        pytest.param("luq", 0.7, True, marks=pytest.mark.slow),
         ("lbp-wht", 0.4, False),
         pytest.param("int4-naive", 0.7, True, marks=pytest.mark.slow),
         pytest.param("lbp-wht", 0.4, True, marks=pytest.mark.slow),

@@ -183,6 +183,7 @@ def kernels(folder):
     return [source for _, source in absent_gpu.KERNEL.findall(codes[-1]) if "'*i16'" in source]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_restores_knows_neither_rows_nor_columns(tmp_path):
     (source,) = in_a_process(kernels, str(tmp_path))
     assert re.search(r"x0 = xindex\n", source)

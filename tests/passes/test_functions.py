@@ -149,5 +149,6 @@ def wide_images(folder):
     return re.findall(r"empty_strided_cuda\(\(16, \d+, 28, 28\).*float32\)", codes[-1])
 
 
+@pytest.mark.slow
 def test_restoring_is_no_reason_to_write_an_image_in_fp32(tmp_path):
     assert not in_a_process(wide_images, str(tmp_path))

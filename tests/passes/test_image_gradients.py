@@ -49,6 +49,7 @@ def backward_of(net, image):
 SINCE = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="Inductor writes none here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laid", [True, pytest.param(False, marks=[SINCE, pytest.mark.slow])])
 def test_no_gradient_that_a_convolution_reads_has_its_channels_first(monkeypatch, laid):
     if not laid:  # what it is for

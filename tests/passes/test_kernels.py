@@ -13,6 +13,7 @@ from hot_compile.testing import cosine
 OPTIONS = {"min_gain": 0, "accept": "off", "strict": True, "memory": "all", "memory_min_bytes": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("themselves", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kept_kernels_are_the_parameters(themselves, monkeypatch):
     if not themselves:

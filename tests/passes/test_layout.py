@@ -123,7 +123,7 @@ class Grouped(nn.Module):
         return self.conv2(nn.functional.silu(x)).square().mean() + others.square().mean()
 
 
-@pytest.mark.parametrize("by", ["Inductor", "the user"])
+@pytest.mark.parametrize("by", [pytest.param("Inductor", marks=pytest.mark.slow), "the user"])
 def test_what_a_norm_of_groups_leaves_is_stored_as_the_image_lies(by, monkeypatch):
     torch.manual_seed(0)
     net, image = Grouped(), torch.randn(BATCH, 3, SIZE, SIZE)
@@ -167,6 +167,7 @@ def test_an_inductor_that_does_not_say_changes_nothing(monkeypatch, step):
     assert {c.scheme for c in graph.crossing if c.name == "convolution"} == {"channels8_mask"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [{"attends": False}], indirect=True)
 def test_nothing_is_laid_out_twice(step):
     """No buffer of an image's size has its channels outermost, in forward or backward."""
@@ -234,6 +235,7 @@ class Reduced(nn.Module):
         return self.last(self.conv(image).flatten(2).transpose(1, 2)).square().mean()
 
 
+@pytest.mark.slow
 def test_a_copy_that_a_convolution_reads_again_lies_as_inductor_lays_it():
     """Its strides are those of the convolution's gradients, and of all that is made of them."""
     torch.manual_seed(0)

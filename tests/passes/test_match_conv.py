@@ -232,6 +232,7 @@ def test_symbolic_spatial_sizes_are_refused():
     assert all("symbolic" in d.reason for d in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "memory_format"),
     [

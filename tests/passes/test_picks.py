@@ -141,6 +141,7 @@ def test_batch_length_and_the_number_of_rows_may_change(name):
     assert not heads[0].shape[0].isdigit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

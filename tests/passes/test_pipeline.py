@@ -22,7 +22,6 @@ from hot_compile.passes.base.graph import readable
 from hot_compile.passes.base.steps import Step, run
 from hot_compile.passes.plan import Plan
 from hot_compile.passes.stages import Partitioned
-from hot_compile.passes.storage.step_time import StepTime
 
 PROGRAM = """
 import functools, torch
@@ -162,15 +161,11 @@ def test_a_source_in_a_subfolder_is_part_of_the_identity(monkeypatch, tmp_path):
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize(
-    ("waits", "forms", "may"),
-    [(None, True, True), (False, True, True), (True, True, False), (None, False, False)],
-)
-def test_no_layout_is_forced_where_the_host_is_waited_for(monkeypatch, waits, forms, may):
+@pytest.mark.parametrize("forms", [True, False])
+def test_no_layout_is_forced_where_forms_are_kept(monkeypatch, forms):
     asked = []
     monkeypatch.setattr(pipeline, "lay_images", lambda *args: asked.append(args[-1]) or 0)
-    step = None if waits is None else StepTime(1.0, 1.0, waits)
     empty = fx.GraphModule(nn.Module(), fx.Graph())
     context = SimpleNamespace(config=HotConfig(exact_forms=forms), rates=None)
-    pipeline._layouts(Partitioned(context, Plan("exact", ()), empty, empty, 0, step=step))
-    assert asked == [may]
+    pipeline._layouts(Partitioned(context, Plan("exact", ()), empty, empty, 0))
+    assert asked == [forms]

@@ -67,6 +67,7 @@ def test_boundaries_are_stored_in_six_bits(block, outliers):
     assert min(cosine(got[name], want[name]) for name in want) > 0.99
 
 
+@pytest.mark.slow
 def test_more_bits_are_closer():
     torch.manual_seed(0)
     model = Words(*(Block() for _ in range(2)))

@@ -100,6 +100,7 @@ def test_batch_and_length_may_change(name):
     assert not heads[0].shape[0].isdigit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import absent_gpu
+import pytest
 import torch
 from forked import in_a_process
 from torch import nn
@@ -97,6 +98,7 @@ def peaks(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_gradient_that_all_blocks_add_to_does_not_hurry_the_backward(tmp_path):
     forward, backward = in_a_process(peaks, str(tmp_path))
     ours = backward.pop("by_last_part")

@@ -5,6 +5,7 @@ import os
 import re
 
 import absent_gpu
+import pytest
 from forked import in_a_process
 
 
@@ -44,6 +45,7 @@ def miscounted(folder: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_takes_memory_counts_by_its_bytes(tmp_path):
     found = in_a_process(miscounted, str(tmp_path))
     assert found == {"inputs": [], "unwritten": []}
