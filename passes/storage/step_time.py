@@ -1,9 +1,10 @@
 """About how long a step takes as it comes: what else is predicted is measured against that.
 
 Where the run itself was timed (``observing/step_clock.py``), that counts; but not that its device
-was seen to wait, which tells layers alone (``Joint.step``). Else it is predicted. The device's time: products and convolutions by their operations; and their operands and results in
-memory twice, once for themselves and once for the elementwise kernels between them. Measured on an
-H100 that is 0.5 (batch norms, shifted windows) to 0.85 (transformers) of what its kernels take.
+was seen to wait, which tells layers alone (``Joint.step``). Else it is predicted. The device's
+time: products and convolutions by their operations; and their operands and results in memory twice,
+once for themselves and once for the elementwise kernels between them. Measured on an H100 that is
+0.5 (batch norms, shifted windows) to 0.85 (transformers) of what its kernels take.
 
 The host's time: a launch for each kernel that Inductor is expected to make, which is within a third
 of what it makes. Where that is the longer one, a kernel more costs what its launch costs.
