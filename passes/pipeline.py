@@ -126,6 +126,7 @@ def _plan(joint: Joint) -> int:
     context = joint.context
     room = Room(joint.graph, context.config.memory is not Memory.OFF)
     args = (joint.sites, context.config, joint.prices, context.profile, joint.found, room)
+    # reports say what was measured, also where storing does not heed it
     step = joint.step and (context.timed or joint.step)
     joint.plan = dataclasses.replace(plan(*args), heads=joint.heads, step=step, known=context.known)
     return len(joint.plan.rewritten)

@@ -376,7 +376,7 @@ def test_a_step_is_compiled_again_with_what_was_measured():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [MIB, pytest.param(-MIB, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("error", [MIB, -MIB])
 def test_a_later_process_starts_as_the_last_was_corrected(error):
     def compiled(factor=1.0, extra=error, width=64, mib=4):
         torch._dynamo.reset()

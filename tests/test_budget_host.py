@@ -181,7 +181,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lower", [False, True])
 def test_inductors_code_gives_the_same_and_fetches_one_ahead(lower):
     """Ours depend on nothing but inputs: left alone, it would bring all back at once.
 

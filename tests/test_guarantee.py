@@ -423,9 +423,7 @@ def test_a_folder_that_cannot_be_written_costs_the_reproduction_only(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "place", [*(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:3]), PLACES[3]]
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_what_inductor_lowers_is_guarded_too(place, caplog):
     bad = failing(place, rewritten, compile_graph=compile_fx_inner)
     options = {"forward": "exact", "head": "off"}

@@ -261,6 +261,13 @@ def train_exact(monkeypatch):
     return trained
 
 
+def test_a_step_that_waits_without_layers_stays_as_it_is(kept, train_exact, caplog):
+    """What is stored, and what is made again, are chosen as before the host was timed."""
+    (graph,) = train_exact(WAITS, 2 * STEPS)
+    assert graph.plan.step.waits is None
+    assert "compiled again" not in caplog.text
+
+
 def test_a_step_that_takes_longer_so_is_compiled_as_it_was(kept, train_exact, caplog):
     slower = dataclasses.replace(LONG, device=1.05 * LONG.device)
     before, after, again = train_exact([LONG, slower], 2 * STEPS)

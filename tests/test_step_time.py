@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from hot_compile.passes import pipeline
+from hot_compile.passes import hooks, pipeline
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.cost import tuned
 from hot_compile.passes.cost.conv import products_of
@@ -55,7 +55,7 @@ def test_what_torch_does_not_count_makes_a_step_shorter_only():
 def images(batch):
     """Batch norms between convolutions, of sizes that halve: the first images hold most bytes."""
     parts, size = [], 4
-    for _ in range(5):
+    for _ in range(4):
         parts += nn.Conv2d(size, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
         size = 16
     return nn.Sequential(*parts), (torch.empty(batch, 4, 64, 64),)
@@ -98,6 +98,20 @@ def test_a_cpu_stores_what_a_step_pays_for(predicted, kind):
     assert usual.held_bytes > every.held_bytes
     forced = predicted(own.launch, own, min_gain=0)
     assert not any(c.reason == pipeline.TOO_DEAR for c in forced.crossing)
+
+
+@pytest.mark.parametrize("launch", [1e-9, 1e-3])
+def test_what_a_library_reads_may_be_made_again_whoever_waits(predicted, monkeypatch, launch):
+    seen, own = [], hooks.Partitioner._recomputation
+
+    def look(*args):
+        with own(*args):
+            seen.append(not torch._functorch.config.ban_recompute_materialized_backward)
+        return own(*args)
+
+    monkeypatch.setattr(hooks.Partitioner, "_recomputation", look)
+    predicted(launch)
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("groups", [1, 4])

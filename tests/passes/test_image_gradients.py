@@ -50,7 +50,7 @@ SINCE = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="Inductor writes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("laid", [True, pytest.param(False, marks=[SINCE, pytest.mark.slow])])
+@pytest.mark.parametrize("laid", [True, pytest.param(False, marks=SINCE)])
 def test_no_gradient_that_a_convolution_reads_has_its_channels_first(monkeypatch, laid):
     if not laid:  # what it is for
         monkeypatch.setattr(pipeline, "lay_as_images", lambda graph: 0)

@@ -14,7 +14,7 @@ OPTIONS = {"min_gain": 0, "accept": "off", "strict": True, "memory": "all", "mem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("themselves", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("themselves", [True, False])
 def test_kept_kernels_are_the_parameters(themselves, monkeypatch):
     if not themselves:
         monkeypatch.setattr(pipeline, "keep_themselves", lambda forward: 0)

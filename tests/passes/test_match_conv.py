@@ -237,9 +237,9 @@ def test_symbolic_spatial_sizes_are_refused():
     ("recipe", "memory_format"),
     [
         ("int8", torch.channels_last),
-        pytest.param("hla8", torch.contiguous_format, marks=pytest.mark.slow),
-        pytest.param("int8", torch.contiguous_format, marks=pytest.mark.slow),
-        pytest.param("hla8", torch.channels_last, marks=pytest.mark.slow),
+        ("hla8", torch.contiguous_format),
+        ("int8", torch.contiguous_format),
+        ("hla8", torch.channels_last),
     ],
 )
 def test_lowered_by_inductor(recipe, memory_format):

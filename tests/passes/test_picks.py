@@ -142,12 +142,8 @@ def test_batch_length_and_the_number_of_rows_may_change(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
-)
-@pytest.mark.parametrize(
-    "name", ["labelled", pytest.param("normalised first", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["labelled", "normalised first"])
 def test_as_inductor_compiles_it(name, dtype):
     """About as far from fp64 as eager is."""
     loss, keywords, _ = PICKED[name]

@@ -101,9 +101,7 @@ def test_batch_and_length_may_change(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_inductor_compiles_it(dtype):
     """About as far from fp64 as eager is."""
     model, x, g = Model(generalised).to(dtype), inputs(dtype), given_for(dtype=dtype)
