@@ -1,4 +1,4 @@
-"""What comes to a convolution's backward lies as the image does, channels last."""
+"""What a convolution's backward reads lies channels last."""
 
 import operator
 import re
@@ -65,9 +65,9 @@ def test_no_gradient_that_a_convolution_reads_has_its_channels_first(monkeypatch
         assert cosine(gradient, want) > 0.99
 
 
-def graph_of(source):
+def graph_of(source, size=SIZE):
     """A convolution's backward, and what gives the gradient that comes to it."""
-    graph, size = fx.Graph(), (BATCH, CHANNELS, SIZE, SIZE)
+    graph, size = fx.Graph(), (BATCH, CHANNELS, size, size)
     named = {"g": (size, torch.float32), "x": (size, torch.float32)}
     g, x, w = given(graph, named | {"w": ((CHANNELS, CHANNELS, 1, 1), torch.float32)})
     rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
@@ -96,23 +96,32 @@ def copied(graph, g, others):
 
 def test_each_is_copied_once():
     graph, last, gradient = graph_of(lambda graph, g, others: g)
-    assert lay_as_images(graph) == 1
-    assert last.args[0].target is aten.clone.default
-    assert last.args[0].args == (gradient,)
-    assert last.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
+    image = last.args[1]
+    assert lay_as_images(graph) == 2
+    assert [copy.args for copy in last.args[:2]] == [(gradient,), (image,)]
+    for copy in last.args[:2]:
+        assert copy.target is aten.clone.default
+        assert copy.meta["val"].is_contiguous(memory_format=torch.channels_last)
     assert lay_as_images(graph) == 0
+
+
+def test_images_of_one_position_are_left_as_they_are():
+    graph, last, _ = graph_of(lambda graph, g, others: g, size=1)
+    before = last.args
+    assert lay_as_images(graph) == 0
+    assert last.args == before
 
 
 def test_what_two_convolutions_read_is_copied_once():
     graph, last, _ = graph_of(lambda graph, g, others: g)
     other = graph.call_function(CONVOLUTION_BACKWARD, last.args)
     other.meta["val"] = last.meta["val"]
-    assert lay_as_images(graph) == 1
-    assert last.args[0] is other.args[0]
+    assert lay_as_images(graph) == 2
+    assert last.args[:2] == other.args[:2]
 
 
 @pytest.mark.parametrize(("source", "others"), [(behind_another, 1), (copied, 0)])
 def test_what_lies_so_is_not_copied(source, others):
     graph, last, gradient = graph_of(source)
-    assert lay_as_images(graph) == others  # what comes to the other convolution
+    assert lay_as_images(graph) == others + 1  # what comes to the other convolution; the image
     assert last.args[0] is gradient
