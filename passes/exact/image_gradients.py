@@ -19,16 +19,19 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import IMAGE_DIMS, aten, rank_of, value_of
+from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, rank_of, value_of
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 
 _GRAD_OUTPUT, _INPUT = 0, 1
 """Where a convolution's backward has them among its arguments."""
+_OF_WEIGHT = 1
+"""Where it has the weight's gradient among its results."""
 
 
 def lay_as_images(graph: fx.Graph) -> int:
-    """Copy, channels last, gradients and images that convolutions' backwards read; says how many.
+    """Copy, channels last, gradients that convolutions' backwards read; on a GPU images, too. Says
+    how many.
 
     Inductor drops what lies so already, and has the kernel that makes a value write the copy.
     """
@@ -36,18 +39,44 @@ def lay_as_images(graph: fx.Graph) -> int:
     for backward in graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD):
         for place in (_GRAD_OUTPUT, _INPUT):
             read: Any = backward.args[place]
-            if not _is_image(read) or _is_laid(read):
+            if not _is_image(read) or _is_laid(read) or (place == _INPUT and not _on_gpu(read)):
                 continue
             if read not in copies:
                 emit, layout = Emitter(graph, backward, backward), torch.channels_last
                 copies[read] = emit(aten.clone.default, read, memory_format=layout)
             backward.update_arg(place, copies[read])
+            if place == _INPUT:
+                _keep_strides(backward)
     return len(copies)
 
 
+def _keep_strides(backward: fx.Node) -> None:
+    """Give the weight's gradient the strides that it had, where they are another name for the same
+    memory: optimizers that take many parameters at a time want gradients with their strides."""
+    for gradient in [user for user in backward.users if user.args[1:] == (_OF_WEIGHT,)]:
+        value = value_of(gradient)
+        fixed = all(isinstance(size, int) for size in value.shape)
+        if fixed and _both_layouts(value) and value.is_contiguous():
+            users = list(gradient.users)
+            emit = Emitter(backward.graph, gradient.next, gradient)
+            kept = emit(aten.as_strided.default, gradient, list(value.shape), list(value.stride()))
+            for user in users:
+                user.replace_input_with(gradient, kept)
+
+
+def _both_layouts(value: torch.Tensor) -> bool:
+    """Channels first and last are the same memory: of one channel, or of one position."""
+    sizes = [hint(size) for size in value.shape[CHANNEL_DIM:]]
+    return sizes[0] == 1 or math.prod(sizes[1:]) == 1
+
+
+def _on_gpu(read: fx.Node) -> bool:
+    return value_of(read).is_cuda
+
+
 def _is_image(read: fx.Node) -> bool:
-    """Of more than one position: with one, both layouts are the same memory."""
-    return rank_of(read) == IMAGE_DIMS and math.prod(map(hint, value_of(read).shape[2:])) > 1
+    """Of sizes by which its layout matters."""
+    return rank_of(read) == IMAGE_DIMS and not _both_layouts(value_of(read))
 
 
 def _is_laid(read: fx.Node) -> bool:

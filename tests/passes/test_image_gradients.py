@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from hot_compile.passes import pipeline
 from hot_compile.passes.base.graph import aten
+from hot_compile.passes.exact import image_gradients
 from hot_compile.passes.exact.image_gradients import lay_as_images
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 from hot_compile.testing import cosine
@@ -65,11 +66,43 @@ def test_no_gradient_that_a_convolution_reads_has_its_channels_first(monkeypatch
         assert cosine(gradient, want) > 0.99
 
 
-def graph_of(source, size=SIZE):
+class Mixed(nn.Module):
+    """Parts of an image go through depthwise convolutions of their own, as in a MixNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        half = CHANNELS // 2
+        sizes = (3, 5)
+        self.parts = nn.ModuleList(
+            nn.Conv2d(half, half, n, padding=n // 2, groups=half, bias=False) for n in sizes
+        )
+
+    def forward(self, image):
+        parts = self.one(image).relu().chunk(2, 1)
+        return torch.cat([conv(x) for conv, x in zip(self.parts, parts, strict=True)], 1).square()
+
+
+def test_parts_of_an_image_have_the_gradients_they_had(monkeypatch):
+    monkeypatch.setattr(image_gradients, "_on_gpu", lambda read: True)
+    torch.manual_seed(0)
+    net, image = Mixed(), torch.randn(BATCH, CHANNELS, SIZE, SIZE)
+    net(image).mean().backward()
+    wanted = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="hot", options={"min_gain": 99, "memory": "off"})
+    compiled(image).mean().backward()
+    for p, want in zip(net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, want)
+        assert p.grad.stride() == p.stride()
+
+
+def graph_of(source, size=SIZE, device="cuda"):
     """A convolution's backward, and what gives the gradient that comes to it."""
     graph, size = fx.Graph(), (BATCH, CHANNELS, size, size)
     named = {"g": (size, torch.float32), "x": (size, torch.float32)}
-    g, x, w = given(graph, named | {"w": ((CHANNELS, CHANNELS, 1, 1), torch.float32)})
+    g, x, w = given(graph, named | {"w": ((CHANNELS, CHANNELS, 1, 1), torch.float32)}, device)
     rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
     gradient = source(graph, g, (x, w, *rest))
     last = graph.call_function(CONVOLUTION_BACKWARD, (gradient, x, w, *rest))
@@ -103,6 +136,25 @@ def test_each_is_copied_once():
         assert copy.target is aten.clone.default
         assert copy.meta["val"].is_contiguous(memory_format=torch.channels_last)
     assert lay_as_images(graph) == 0
+
+
+def test_on_a_cpu_images_are_read_as_they_lie():
+    graph, last, _ = graph_of(lambda graph, g, others: g, device="cpu")
+    image = last.args[1]
+    assert lay_as_images(graph) == 1
+    assert last.args[1] is image
+
+
+def test_the_weights_gradient_keeps_its_strides():
+    graph, last, _ = graph_of(lambda graph, g, others: g)
+    gradient = graph.call_function(operator.getitem, (last, 1))
+    gradient.meta["val"] = last.meta["val"][1]
+    (out,) = graph.output([gradient]).args[0]
+    lay_as_images(graph)
+    (kept,) = graph.output_node().args[0]
+    assert out is gradient
+    assert kept.target is aten.as_strided.default
+    assert kept.args == (gradient, [CHANNELS, CHANNELS, 1, 1], [CHANNELS, 1, 1, 1])
 
 
 def test_images_of_one_position_are_left_as_they_are():
