@@ -52,7 +52,7 @@ def lay_as_images(graph: fx.Graph) -> int:
 
 def _keep_strides(backward: fx.Node) -> None:
     """Give the weight's gradient the strides that it had, where they are another name for the same
-    memory: optimizers that take many parameters at a time want gradients with their strides."""
+    memory: optimizers that take many parameters at a time go one by one where strides differ."""
     for gradient in [user for user in backward.users if user.args[1:] == (_OF_WEIGHT,)]:
         value = value_of(gradient)
         fixed = all(isinstance(size, int) for size in value.shape)
