@@ -25,8 +25,6 @@ from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 
 _GRAD_OUTPUT, _INPUT = 0, 1
 """Where a convolution's backward has them among its arguments."""
-_OF_WEIGHT = 1
-"""Where it has the weight's gradient among its results."""
 
 
 def lay_as_images(graph: fx.Graph) -> int:
@@ -45,23 +43,7 @@ def lay_as_images(graph: fx.Graph) -> int:
                 emit, layout = Emitter(graph, backward, backward), torch.channels_last
                 copies[read] = emit(aten.clone.default, read, memory_format=layout)
             backward.update_arg(place, copies[read])
-            if place == _INPUT:
-                _keep_strides(backward)
     return len(copies)
-
-
-def _keep_strides(backward: fx.Node) -> None:
-    """Give the weight's gradient the strides that it had, where they are another name for the same
-    memory: optimizers that take many parameters at a time go one by one where strides differ."""
-    for gradient in [user for user in backward.users if user.args[1:] == (_OF_WEIGHT,)]:
-        value = value_of(gradient)
-        fixed = all(isinstance(size, int) for size in value.shape)
-        if fixed and _both_layouts(value) and value.is_contiguous():
-            users = list(gradient.users)
-            emit = Emitter(backward.graph, gradient.next, gradient)
-            kept = emit(aten.as_strided.default, gradient, list(value.shape), list(value.stride()))
-            for user in users:
-                user.replace_input_with(gradient, kept)
 
 
 def _both_layouts(value: torch.Tensor) -> bool:
