@@ -221,6 +221,28 @@ def test_models_by_the_clock_stand_by_how_much_is_won(program):
     ]  # fmt: skip
 
 
+def test_statements_of_generated_code_are_timed(program):
+    host = program("host_time")
+    code, space = host.Code(), {}
+    exec(
+        code.timed("def call(args):\n    x, = args\n    buf0 = x + 1\n    del x\n    return buf0"),
+        space,
+    )
+    assert space["call"]([1]) == 2
+    assert code.steps == []  # not asked to
+    host.Code.noting = True
+    assert space["call"]([2]) == 3
+    host.Code.noting = False
+    assert [len(marks) for marks in code.steps] == [4]
+    found = {row.kind: row for row in code.rows("hot", 1)}
+    assert {kind: row.count for kind, row in found.items()} == {"other": 2, "deletion": 1}
+    assert all(row.us > 0 for row in found.values())
+    (line,) = host.lines([host.Row("hot", 1, "deletion", 2, 3.0)])[1:]
+    assert line == ("1", "deletion", "hot", "2", "1.50", "3")
+
+
 def test_a_model_the_zoo_has_not_is_named(program):
     with pytest.raises(typer.BadParameter, match="timm:nothing"):
         program("zoo_clock").main(models="timm:nothing", device="cpu")
+    with pytest.raises(typer.BadParameter, match="timm:nothing"):
+        program("host_time").main(model="timm:nothing", device="cpu")
