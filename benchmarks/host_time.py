@@ -17,7 +17,7 @@ import functools
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -29,7 +29,6 @@ import torch._functorch.config as functorch_config
 import typer
 import zoo_clock
 import zoo_models
-import zoo_others
 from report import show, write_json
 from step import compiler_settings, synchronize
 from tables import Lines
@@ -114,25 +113,21 @@ _mark(_now())
             self.steps.append(marks)
 
     def rows(self, arm: str, graph: int) -> list[Row]:
-        """By kind, the dearest first."""
+        """One of each kind."""
         found = dict[str, Row]()
         for place, statement in enumerate(self.statements):
             kind = next((k for k, text in KINDS.items() if re.search(text, statement)), "other")
             row = found.setdefault(kind, Row(arm, graph, kind))
             took = statistics.median(m[place + 1] - m[place] for m in self.steps) / 1e3
             row.count, row.us = row.count + 1, row.us + took
-        return sorted(found.values(), key=lambda row: -row.us)
+        return list(found.values())
 
 
-def _built(name: str, batch: int, device: torch.device) -> zoo_models.Built:
-    if name in zoo_models.every_model():
-        return zoo_clock._built(name, batch, device)
-    if (own := name.removeprefix("timm:")) not in timm.list_models():
+def _maker(name: str) -> Callable[[], zoo_models.Built]:
+    known, own = zoo_models.every_model(), name.removeprefix("timm:")
+    if name not in known and own not in timm.list_models():
         raise typer.BadParameter(f"got {name!r}; expected a name of zoo.py's, or timm:<its own>")
-    zoo_models.scale = zoo_others.scale = lambda: (batch, zoo_clock.TOKENS)
-    torch.manual_seed(0)
-    with device:
-        return zoo_models._image_model(own)
+    return known.get(name) or functools.partial(zoo_models.image_model, own)
 
 
 @contextlib.contextmanager
@@ -173,9 +168,9 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> list[Row]:
     """Print a table, and what steps take by the clock."""
-    where = torch.device(device)
+    make, where = _maker(model), torch.device(device)
     with compiler_settings("fp32"):
-        arms = _compiled(_built(model, batch, where), where)
+        arms = _compiled(zoo_clock.built_by(make, batch, where), where)
         for _ in range(WARM_UP):
             for arm, _ in arms.values():
                 arm.round()

@@ -108,16 +108,19 @@ def _held(alone: FileLock, own: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
-def _built(name: str, batch: int, device: torch.device) -> zoo_models.Built:
+def built_by(
+    make: Callable[[], zoo_models.Built], batch: int, device: torch.device
+) -> zoo_models.Built:
+    """A model of so many samples a step, on that device."""
     zoo_models.scale = zoo_others.scale = lambda: (batch, TOKENS)
     torch.manual_seed(0)
     with device:
-        return zoo_models.every_model()[name]()
+        return make()
 
 
-def _batch(name: str, device: torch.device, fill: float) -> int:
+def _batch(make: Callable[[], zoo_models.Built], device: torch.device, fill: float) -> int:
     """Samples of which a step of eager PyTorch's takes ``fill`` GiB, or eight."""
-    arm = Arm(_built(name, SMALL, device), None, device)
+    arm = Arm(built_by(make, SMALL, device), None, device)
     arm.step()
     return max(SMALL, min(MOST, int(SMALL * fill * 2**30 / peak_bytes(arm.step, device))))
 
@@ -126,9 +129,10 @@ def _compiled(
     row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: FileLock
 ) -> list[Timed]:
     """Stock's and hot's."""
+    make = zoo_models.every_model()[row.name]
     with alone:
-        row.batch = _batch(row.name, device, fill)
-    built = _built(row.name, row.batch, device)
+        row.batch = _batch(make, device, fill)
+    built = built_by(make, row.batch, device)
     ours = functools.partial(hot, options=options)
     arms = [Timed(built, backend, device) for backend in ("inductor", ours)]
     for arm in arms:

@@ -128,11 +128,12 @@ def _timm() -> Iterator[tuple[str, Callable[[], Built]]]:
 
     for module in timm.list_modules():
         if names := timm.list_models(module=module):
-            yield module, functools.partial(_image_model, smallest(names))
-    yield from ((name, functools.partial(_image_model, name)) for name in BESIDE)
+            yield module, functools.partial(image_model, smallest(names))
+    yield from ((name, functools.partial(image_model, name)) for name in BESIDE)
 
 
-def _image_model(name: str) -> Built:
+def image_model(name: str) -> Built:
+    """One of timm's, by its own name."""
     import timm
 
     def build(cut: dict[str, Any]) -> Built:

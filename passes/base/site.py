@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from hot_compile.passes.base.graph import CHANNEL_DIM
+
 IntLike = int | torch.SymInt
 
 
@@ -141,6 +143,11 @@ def hint(value: IntLike | Any) -> int:
 def bytes_of(value: torch.Tensor) -> int:
     """Bytes of a fake tensor, symbolic sizes by hint."""
     return elements_of(value) * value.dtype.itemsize
+
+
+def positions_of(value: torch.Tensor) -> int:
+    """Positions of a fake image [B, C, ...], symbolic sizes by hint."""
+    return math.prod(map(hint, value.shape[CHANNEL_DIM + 1 :]))
 
 
 def elements_of(value: torch.Tensor) -> int:

@@ -11,7 +11,6 @@ where cuDNN takes 39. The kernel that makes what is read may as well write it so
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import CHANNEL_DIM, IMAGE_DIMS, aten, rank_of, value_of
-from hot_compile.passes.base.site import hint
+from hot_compile.passes.base.site import hint, positions_of
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD
 
 _GRAD_OUTPUT, _INPUT = 0, 1
@@ -48,8 +47,7 @@ def lay_as_images(graph: fx.Graph) -> int:
 
 def _both_layouts(value: torch.Tensor) -> bool:
     """Channels first and last are the same memory: of one channel, or of one position."""
-    sizes = [hint(size) for size in value.shape[CHANNEL_DIM:]]
-    return sizes[0] == 1 or math.prod(sizes[1:]) == 1
+    return hint(value.shape[CHANNEL_DIM]) == 1 or positions_of(value) == 1
 
 
 def _on_gpu(read: fx.Node) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from hot_compile.passes.base.graph import (
 )
 from hot_compile.passes.base.operators import CASTS, RESHAPES, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
-from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.base.site import bytes_of, hint, positions_of
 from hot_compile.passes.cost.images import RatesOf, channels_last_wins
 from hot_compile.passes.storage.around import Sample, mean_bytes
 
@@ -239,8 +238,7 @@ def _shape(node: fx.Node) -> torch.Size:
 def _lies_channels_last(conv: fx.Node) -> bool:
     """The strides of its output say so; those of a single position say nothing."""
     value = value_of(conv)
-    positions = math.prod(map(hint, value.shape[CHANNEL_DIM + 1 :]))
-    return _is_image(conv) and positions > 1 and hint(value.stride(CHANNEL_DIM)) == 1
+    return _is_image(conv) and positions_of(value) > 1 and hint(value.stride(CHANNEL_DIM)) == 1
 
 
 def _is_image(node: fx.Node) -> bool:
