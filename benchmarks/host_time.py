@@ -4,8 +4,10 @@
 
 Hosts differ by a factor of two from one process to the next, and from one minute to the next. So
 both are compiled in one process and step in turns; a statement's time is its median over steps, and
-each step begins with nothing for the device to do. Looks are off. A model is one of ``zoo.py``'s,
-or one of timm's by its own name; what a step's forwards and backwards are is told by their order.
+each step begins with nothing for the device to do. Page faults are told, too: on a GPU they should
+be a handful; hundreds are Python mapping its frames anew (``hot_compile/frames.py``). Looks are
+off. A model is one of ``zoo.py``'s, or one of timm's by its own name; what a step's forwards and
+backwards are is told by their order.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import collections
 import contextlib
 import functools
 import re
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -175,14 +178,17 @@ def main(
             for arm, _ in arms.values():
                 arm.round()
         clock = collections.defaultdict[str, list[float]](list)
+        faults = collections.Counter[str]()
         for _ in range(steps):
             for name, (arm, _) in arms.items():
                 synchronize(where)
+                faults[name] -= _page_faults()
                 Code.noting, begin = True, time.perf_counter()
                 arm.step()
                 Code.noting = False
                 synchronize(where)
                 clock[name].append(1e3 * (time.perf_counter() - begin))
+                faults[name] += _page_faults()
     rows = [
         row
         for name, (_, codes) in arms.items()
@@ -190,11 +196,19 @@ def main(
         for row in code.rows(name, graph)
     ]
     took = {name: statistics.median(times) for name, times in clock.items()}
-    show(lines(rows), ", ".join(f"{name}: {ms:.1f} ms a step" for name, ms in took.items()))
+    page_faults = {name: round(count / steps) for name, count in faults.items()}
+    says = [f"{k}: {ms:.1f} ms and {page_faults[k]} page faults a step" for k, ms in took.items()]
+    show(lines(rows), ", ".join(says))
     if json_file:
         arguments = {"model": model, "batch": batch, "steps": steps, "ms": took}
+        arguments |= {"page_faults": page_faults}
         write_json(json_file, where, arguments, rows)
     return rows
+
+
+def _page_faults() -> int:
+    """This process's that were served without reading a disk, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def lines(rows: list[Row]) -> Lines:

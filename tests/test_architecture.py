@@ -84,7 +84,7 @@ BELOW_BACKEND = {
     f"hot_compile.{name}"
     for name in (
         *("observing", "memory", "graphs", "record", "detached_logits", "frameworks"),
-        *("budget", "figures", "inductor", "unchanged", "stand_in"),
+        *("budget", "figures", "frames", "inductor", "unchanged", "stand_in"),
         *("again", "guarantee", "reproduction", "together"),
     )
 }

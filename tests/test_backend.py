@@ -387,3 +387,20 @@ def test_what_dynamo_is_to_skip_outlives_a_setting_of_the_users(monkeypatch):
         skipped = torch._dynamo.config.ignore_logging_functions
     assert theirs in skipped
     assert once in skipped
+
+
+@pytest.mark.slow
+def test_inductors_cpp_wrapper():
+    """Its calls in C++ instead of Python; ours among them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.randn(128, 64)
+    gradients = []
+    for wrapped in (False, True):
+        model.zero_grad()
+        options = {**ALWAYS, "memory_min_bytes": 0, "cpp_wrapper": wrapped}
+        _, (graph,) = hot_step(lambda x: model(x).square().sum(), x, options=options, lower=True)
+        assert graph.plan.rewritten
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for python, cpp in zip(*gradients, strict=True):
+        assert cosine(python, cpp) > 0.9999

@@ -25,25 +25,26 @@ Steps = tuple[tuple[fx.Node, fx.Node], ...]
 """(a step, its vector), each of the one before or of casts of it."""
 
 
-def fold_channel_steps(image: fx.Node, saved: Mapping[fx.Node, fx.Node] | None = None) -> int:
+def fold_channel_steps(
+    image: fx.Node, saved: Mapping[fx.Node, fx.Node] | None = None
+) -> list[fx.Node]:
     """Fold, in place, every chain of steps by channel that goes on from ``image``, a restored
     tensor, together with those that restore it.
 
     Args:
         saved: what the forward gives for placeholders of this backward.
 
-    Returns how many were folded.
+    Returns the vectors, each as a kernel of its own would make it, that they were folded into.
     """
     value = image.meta["val"]
     channels = value.shape[CHANNEL_DIM] if value.dim() == IMAGE_DIMS else None
     if not isinstance(channels, int):
-        return 0
+        return []
     start, restoring = _start(image, channels)
     fewest = len(restoring) + (1 if restoring else _FEWEST)
     found = [e for e in _ends(image, restoring, channels) if len(e[1]) >= fewest]
-    for end, steps in found:
-        _fold(start, end, steps, saved or {})
-    return len(found)
+    folded = [_fold(start, end, steps, saved or {}) for end, steps in found]
+    return [vector for vectors in folded for vector in vectors]
 
 
 def _start(image: fx.Node, channels: int) -> tuple[fx.Node, Steps]:
@@ -87,15 +88,19 @@ def _vector(step: fx.Node, before: object, channels: int) -> fx.Node | None:
     return right if fp32 and sizes[-IMAGE_DIMS:] == (1, channels, 1, 1) else None
 
 
-def _fold(start: fx.Node, end: fx.Node, steps: Steps, saved: Mapping[fx.Node, fx.Node]) -> None:
+def _fold(
+    start: fx.Node, end: fx.Node, steps: Steps, saved: Mapping[fx.Node, fx.Node]
+) -> list[fx.Node]:
     emit = Emitter(end.graph, end, end)
-    factor, offset = _map(emit, steps, saved)
-    result = emit.cast(start, torch.float32)
-    if factor is not None:
-        result = emit(aten.mul.Tensor, result, emit.from_memory(factor))
-    if offset is not None:
-        result = emit(aten.add.Tensor, result, emit.from_memory(offset))
+    result, vectors = emit.cast(start, torch.float32), list[fx.Node]()
+    for op, vector in zip(
+        (aten.mul.Tensor, aten.add.Tensor), _map(emit, steps, saved), strict=True
+    ):
+        if vector is not None:
+            vectors.append(emit.from_memory(vector))
+            result = emit(op, result, vectors[-1])
     end.replace_all_uses_with(emit.cast(result, end.meta["val"].dtype))
+    return vectors
 
 
 def _map(

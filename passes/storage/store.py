@@ -35,6 +35,7 @@ from hot_compile.passes.storage.layout import Layout, in_memory, is_marked, layo
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
+from hot_compile.passes.storage.vectors import given_of, in_forward
 from hot_compile.runtime.host_copies import LANES
 
 hot = torch.ops.hot
@@ -86,6 +87,7 @@ class _Edit:
         self._arriving = {strip(s, IN_ORDER): there for s, there in pairs if s not in leave}
         self._masks: set[Mask] = set()
         self._restored: list[fx.Node] = []
+        self._given: dict[fx.Node, fx.Node] = {}
 
     def replace(self, crosser: Crosser, scheme: Scheme, host: bool) -> tuple[fx.Node, ...]:
         """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted.
@@ -188,29 +190,49 @@ class _Edit:
             node = self._backward.placeholder(part.name)
         node.target = node.name  # the name is made unique, the target is what code is made from
         node.meta = {"val": part.meta["val"]}
+        self._given[node] = part
         return node
 
     def finish(self) -> None:
         """Write the forward's outputs; bring fake values and both graphs up to date."""
-        seen_by_user = returned(self._forward)[: self._user_outputs]
-        saved = [value for slot in self._slots for value in slot]
-        self._output.args = (tuple(seen_by_user + saved),)
         self._take_turns()
-        if "desc" in self._output.meta:
-            described = list(self._output.meta["desc"])[: self._user_outputs]
-            described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
-            self._output.meta["desc"] = described
         views = self._backward.find_nodes(op="call_function", target=aten.view.default)
         for view in views:  # what it reads may have changed its layout; Inductor does the same
             view.target = aten.reshape.default
         refresh([*self._restored, *self._copied_again()])
-        pairs = saved_pairs(self._forward, self._backward, self._user_outputs)
-        given = {there: value for value, there in pairs}
+        saved = {value.name: value for value in self._saved if isinstance(value, fx.Node)}
+        there = (n for n in placeholders(self._backward) if n.name in saved)
+        given = {n: saved[n.name] for n in there} | self._given
         for value in self._restored:
-            fold_channel_steps(value, given)
+            for vector in fold_channel_steps(value, given):
+                self._work_out_in_forward(vector, given)
+        self._write_outputs()
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
             graph.lint()
+
+    @property
+    def _saved(self) -> list[Any]:
+        return [value for slot in self._slots for value in slot]
+
+    def _work_out_in_forward(self, vector: fx.Node, given: Mapping[fx.Node, fx.Node]) -> None:
+        """Save ``vector`` of the backward instead, where the forward can; see ``vectors.py``."""
+        own = strip(vector, {aten.as_strided.default})
+        leaves = given_of(own, given)
+        if leaves:
+            beside = given[leaves[0]]
+            slot = next(slot for slot in self._slots if beside in slot)
+            made = in_forward(own, given)
+            slot.insert(slot.index(beside) + 1, made)
+            vector.replace_all_uses_with(self._placeholder(made, leaves[0].next))
+
+    def _write_outputs(self) -> None:
+        seen_by_user, saved = returned(self._forward)[: self._user_outputs], self._saved
+        self._output.args = (tuple(seen_by_user + saved),)
+        if "desc" in self._output.meta:
+            described = list(self._output.meta["desc"])[: self._user_outputs]
+            described += [SavedForBackwardsAOTOutput(index) for index in range(len(saved))]
+            self._output.meta["desc"] = described
 
     def _copied_again(self) -> list[fx.Node]:
         """Copies of images that the backward makes anew, laid out as Inductor lays the forward's.

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.storage.affine import fold_channel_steps
+from hot_compile.runtime import pointwise  # noqa: F401  (registers hot::fourth_power)
 
 ADD, SUB, MUL = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor
 
@@ -56,7 +57,7 @@ def test_a_norm_is_one_multiplication_and_one_sum(tensors, dtype):
     tensors[0] = tensors[0].to(dtype)
     graph, image = graph_of(norm, tensors)
     want = run(graph, tensors)
-    assert fold_channel_steps(image) == 1
+    assert len(fold_channel_steps(image)) == 2
     graph.eliminate_dead_code()
     graph.lint()
     got = run(graph, tensors)
@@ -73,7 +74,7 @@ def test_what_others_read_in_between_stays(tensors):
 
     graph, image = graph_of(norm, tensors)
     want = run(graph, tensors)
-    assert fold_channel_steps(image) == 1
+    assert len(fold_channel_steps(image)) == 2
     graph.eliminate_dead_code()
     assert [n.target for n in image.users] == [SUB, MUL]
     torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
@@ -97,7 +98,7 @@ def test_what_restores_an_image_goes_into_every_chain(tensors, same):
     graph, _ = graph_of(norm, tensors)
     want = run(graph, tensors)
     (image,) = (n for n in graph.nodes if n.target is ADD)
-    assert fold_channel_steps(image) == 2
+    assert len(fold_channel_steps(image)) == (2 if same else 4)
     graph.eliminate_dead_code()
     graph.lint()
     assert count(graph, (ADD, SUB)) == (0 if same else 2)
@@ -123,7 +124,7 @@ def test_a_mean_that_was_saved_twice_is_one(tensors):
     view.meta["val"] = other.meta["val"]
     want = run(graph, tensors)
     (image,) = (n for n in graph.nodes if n.target is ADD)
-    assert fold_channel_steps(image, {mean: saved, other: view}) == 1
+    assert len(fold_channel_steps(image, {mean: saved, other: view})) == 1
     graph.eliminate_dead_code()
     graph.lint()
     assert not graph.find_nodes(op="call_function", target=ADD)
@@ -143,7 +144,7 @@ def test_a_mean_that_was_saved_twice_is_one(tensors):
 def test_others_stay(tensors, steps):
     graph, image = graph_of(steps, tensors)
     before = [n.target for n in graph.nodes]
-    assert fold_channel_steps(image) == 0
+    assert len(fold_channel_steps(image)) == 0
     assert [n.target for n in graph.nodes] == before
 
 
@@ -154,7 +155,7 @@ def test_vectors_along_other_dimensions_stay(tensors):
         return call(ADD, call(MUL, call(SUB, x, a), b), c)
 
     _graph, image = graph_of(steps, tensors)
-    assert fold_channel_steps(image) == 0
+    assert len(fold_channel_steps(image)) == 0
 
 
 @pytest.mark.parametrize("order", [(ADD, MUL, ADD), (MUL, SUB, MUL), (ADD, ADD, SUB), (MUL,) * 3])
@@ -166,7 +167,7 @@ def test_any_order_of_steps(tensors, order):
 
     graph, image = graph_of(steps, tensors)
     want = run(graph, tensors)
-    assert fold_channel_steps(image) == 1
+    assert len(fold_channel_steps(image)) == len({op is MUL for op in order})
     graph.eliminate_dead_code()
     torch.testing.assert_close(run(graph, tensors), want, rtol=1e-5, atol=1e-5)
 
@@ -184,7 +185,7 @@ def test_a_vector_that_is_part_of_another_keeps_its_place():
 
     graph, node = graph_of(steps, [image, both])
     want = run(graph, [image, both])
-    assert fold_channel_steps(node) == 1
+    assert len(fold_channel_steps(node)) == 2
     graph.eliminate_dead_code()
     got = torch.compile(fx.GraphModule({}, graph))(image, both)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
