@@ -56,7 +56,7 @@ def store(
     """
     edit = _Edit(forward, backward, num_fwd_outputs, {c.saved for c in chosen.keys() | hosted})
     carried = {c.own_mask for c, scheme in chosen.items() if scheme is not scheme.plain}
-    stored: dict[Crosser, tuple[Scheme, tuple[fx.Node, ...]]] = {}
+    slots: dict[Crosser, tuple[Scheme, list[Any]]] = {}
     exact = sorted(hosted - chosen.keys(), key=lambda crosser: crosser.saved)
     for crosser, scheme in (*chosen.items(), *((c, Scheme.EXACT) for c in exact)):
         host = crosser in hosted
@@ -65,9 +65,9 @@ def store(
         for mask in crosser.masks if scheme is not Scheme.EXACT else ():
             if mask not in carried:
                 edit.keep_mask(mask, crosser, host)
-        stored[crosser] = scheme, edit.replace(crosser, scheme, host)
+        slots[crosser] = scheme, edit.replace(crosser, scheme, host)
     edit.finish()
-    return stored
+    return {crosser: (scheme, tuple(slot)) for crosser, (scheme, slot) in slots.items()}
 
 
 class _Edit:
@@ -86,13 +86,15 @@ class _Edit:
         pairs = saved_pairs(forward, backward, num_fwd_outputs)
         self._arriving = {strip(s, IN_ORDER): there for s, there in pairs if s not in leave}
         self._masks: set[Mask] = set()
-        self._restored: list[fx.Node] = []
-        self._given: dict[fx.Node, fx.Node] = {}
+        self._restored: list[tuple[fx.Node, fx.Node]] = []
+        """A value of the backward, and the last of what the forward gives for it."""
+        self._there: dict[fx.Node, fx.Node] = {}
+        """Placeholders of what the forward gives instead."""
 
-    def replace(self, crosser: Crosser, scheme: Scheme, host: bool) -> tuple[fx.Node, ...]:
+    def replace(self, crosser: Crosser, scheme: Scheme, host: bool) -> list[Any]:
         """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted.
 
-        ``host``: in host memory.
+        ``host``: in host memory. What is given for it is in the list when the edit is finished.
         """
         slot, arriving = self._slot_of[crosser.saved], crosser.restored
         slot.remove(crosser.saved)
@@ -101,7 +103,7 @@ class _Edit:
             given = crosser.saved, arriving, arriving
             slot += self._store(*given, scheme, host, mask, crosser.sample or ())
         self._backward.erase_node(arriving)
-        return tuple(slot)
+        return slot
 
     def keep_mask(self, mask: Mask, beside: Crosser, host: bool) -> None:
         """Make the backward's comparison in the forward instead, and save its bits."""
@@ -148,12 +150,12 @@ class _Edit:
             arriving = self._fetched(emit, arriving, stored.meta["val"].device)
         value = unpack(emit, (*arriving, *there), stored.meta["val"], scheme)
         wanted.replace_all_uses_with(value)
-        self._restored.append(value)
+        self._restored.append((value, parts[-1]))
         if mask is not None:
             outcome = unpack_mask(emit, arriving[0], stored.meta["val"], scheme)
             mask.node.replace_all_uses_with(outcome)
             self._backward.erase_node(mask.node)
-            self._restored.append(outcome)
+            self._restored.append((outcome, parts[-1]))
         return parts
 
     def _fetched(
@@ -190,7 +192,7 @@ class _Edit:
             node = self._backward.placeholder(part.name)
         node.target = node.name  # the name is made unique, the target is what code is made from
         node.meta = {"val": part.meta["val"]}
-        self._given[node] = part
+        self._there[part] = node
         return node
 
     def finish(self) -> None:
@@ -199,13 +201,11 @@ class _Edit:
         views = self._backward.find_nodes(op="call_function", target=aten.view.default)
         for view in views:  # what it reads may have changed its layout; Inductor does the same
             view.target = aten.reshape.default
-        refresh([*self._restored, *self._copied_again()])
-        saved = {value.name: value for value in self._saved if isinstance(value, fx.Node)}
-        there = (n for n in placeholders(self._backward) if n.name in saved)
-        given = {n: saved[n.name] for n in there} | self._given
-        for value in self._restored:
+        refresh([*(value for value, _ in self._restored), *self._copied_again()])
+        given = self._given
+        for value, part in self._restored:
             for vector in fold_channel_steps(value, given):
-                self._work_out_in_forward(vector, given)
+                self._work_out_in_forward(vector, part, given)
         self._write_outputs()
         for graph in (self._forward, self._backward):
             graph.eliminate_dead_code()
@@ -215,16 +215,25 @@ class _Edit:
     def _saved(self) -> list[Any]:
         return [value for slot in self._slots for value in slot]
 
-    def _work_out_in_forward(self, vector: fx.Node, given: Mapping[fx.Node, fx.Node]) -> None:
-        """Save ``vector`` of the backward instead, where the forward can; see ``vectors.py``."""
+    @property
+    def _given(self) -> dict[fx.Node, fx.Node]:
+        """What the forward gives for the backward's placeholders."""
+        saved = {value.name: value for value in self._saved if isinstance(value, fx.Node)}
+        kept = {n: saved[n.name] for n in placeholders(self._backward) if n.name in saved}
+        return kept | {there: part for part, there in self._there.items()}
+
+    def _work_out_in_forward(
+        self, vector: fx.Node, beside: fx.Node, given: Mapping[fx.Node, fx.Node]
+    ) -> None:
+        """Save ``vector`` of the backward, too, where the forward can make it, behind ``beside``;
+        see ``vectors.py``."""
         own = strip(vector, {aten.as_strided.default})
-        leaves = given_of(own, given)
-        if leaves:
-            beside = given[leaves[0]]
-            slot = next(slot for slot in self._slots if beside in slot)
-            made = in_forward(own, given)
-            slot.insert(slot.index(beside) + 1, made)
-            vector.replace_all_uses_with(self._placeholder(made, leaves[0].next))
+        if not given_of(own, given):
+            return
+        made = in_forward(own, given)
+        slot = next(slot for slot in self._slots if beside in slot)
+        slot.insert(slot.index(beside) + 1, made)
+        vector.replace_all_uses_with(self._placeholder(made, self._there[beside].next))
 
     def _write_outputs(self) -> None:
         seen_by_user, saved = returned(self._forward)[: self._user_outputs], self._saved

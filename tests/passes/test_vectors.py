@@ -9,11 +9,12 @@ from torch import fx, nn
 
 from hot_compile.backend import hot
 from hot_compile.inspect import run_uncompiled
+from hot_compile.memory import held_bytes
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, made_of_tangents
 from hot_compile.passes.storage import store
 from hot_compile.passes.storage.vectors import given_of, in_forward
-from hot_compile.testing import step
+from hot_compile.record import Reports
 
 ADD, MUL = aten.add.Tensor, aten.mul.Tensor
 VECTORS = dict.fromkeys(("scale", "rstd"), ((1, 16, 1, 1), torch.float32))
@@ -81,8 +82,8 @@ def test_no_image_is_made_twice_for_a_part_of_it(halves):
 
 
 def step_of(net, x):
-    """Its backward's graph, and gradients."""
-    graphs = []
+    """Its backward's graph, and gradients; what is held is what is reported."""
+    graphs, reports = [], Reports()
 
     def kept(gm, inputs, **kwargs):
         graphs.append(gm.graph)
@@ -90,10 +91,12 @@ def step_of(net, x):
 
     net.zero_grad()
     with torch._inductor.config.patch(layout_optimization=False):
-        backend = functools.partial(
-            hot, options={"exclude": "*", "memory_min_bytes": 0}, inner_compile=kept
-        )
-        step(lambda x: net(x).square().mean(), x, backend=backend)
+        options = {"exclude": "*", "memory_min_bytes": 0}
+        own = functools.partial(hot, options=options, inner_compile=kept, recorder=reports)
+        torch._dynamo.reset()
+        loss = torch.compile(lambda x: net(x).square().mean(), backend=own)(x)
+    assert reports.graphs[0].held_bytes == held_bytes(loss, net, x)
+    loss.backward()
     return graphs[1], [p.grad for p in net.parameters()]
 
 
