@@ -1,10 +1,11 @@
 """Room behind the Python frames of long generated functions.
 
-CPython before 3.13.13 and 3.14.4 keeps frames in pages of 16 KiB, which it maps anew when a frame
-does not fit into what is left and unmaps when the call returns (python/cpython#142183). The code of
-a deep network's step is one function of a thousand locals; where it just fits, each call that it
-makes, a kernel's launch for one, maps pages, faults on them and unmaps them: 7 us on one machine,
-13 us on another. It is luck; what ``hot`` saves makes such functions longer, so it meets it more.
+CPython before 3.14.4 (3.13: before April 2026) keeps frames in chunks of 16 KiB. It maps a new one
+when a frame does not fit into what is left, and unmaps it when the call returns
+(python/cpython#142183). The code of a deep network's step is one function of a thousand locals.
+Where it just fits, each call that it makes, a kernel's launch for one, maps pages, faults on them
+and unmaps them: 7 us on one machine, 13 us on another. Who meets that is luck. What ``hot`` stores
+makes such functions longer.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from torch._inductor.codecache import PyCodeCache
 
 _LONG = 512
-"""Locals and operands, eight bytes each, of a function that is worth pages of its own: mapping
-those takes it as long as one or two of its hundreds of calls."""
+"""Locals and operands, eight bytes each, of a function that is worth a chunk of its own: mapping it
+takes about as long as one or two of the hundreds of calls that such a function makes."""
 _ROOM = 4096
-"""Operands that it is said to have beside its own: more than 16 KiB, so it never fits into pages
-that are there. What gets new ones has a thousand left at least, which calls use; what is only
-said to be used is never touched, and takes no memory."""
+"""Operands that it is said to have beside its own: more than 16 KiB, so it never fits into a chunk
+that is there. A new one leaves a thousand values at least to what is called. Pages that are only
+said to be used are never touched, and take no memory."""
 
 
 @contextlib.contextmanager
 def room_for_calls() -> Iterator[None]:
-    """Long functions that Inductor generates or loads meanwhile get pages of their own."""
+    """Long functions that Inductor generates or loads meanwhile get chunks of their own."""
     before = len(PyCodeCache.modules)
     yield
     for module in PyCodeCache.modules[before:]:

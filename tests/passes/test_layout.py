@@ -76,7 +76,7 @@ def test_images_are_marked_and_what_else_has_four_dimensions_is_not(monkeypatch,
     by_name = {c.name: c for c in graph.crossing}
     values = BATCH * CHANNELS * SIZE**2
     assert by_name["convolution"].scheme == "channels8_mask"
-    assert by_name["convolution"].bytes == values + CHANNELS * 4  # scales; the norm keeps its means
+    assert by_name["convolution"].bytes == values + 2 * CHANNELS * 4  # scales, and a factor
 
 
 class Gated(nn.Module):
