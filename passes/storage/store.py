@@ -35,7 +35,7 @@ from hot_compile.passes.storage.layout import Layout, in_memory, is_marked, layo
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
-from hot_compile.passes.storage.vectors import given_of, in_forward
+from hot_compile.passes.storage.vectors import in_forward
 from hot_compile.runtime.host_copies import LANES
 
 hot = torch.ops.hot
@@ -83,13 +83,13 @@ class _Edit:
         saved = returned(forward)[num_fwd_outputs:]
         self._slots: list[list[Any]] = [[value] for value in saved]
         self._slot_of = dict(zip(saved, self._slots, strict=True))
-        pairs = saved_pairs(forward, backward, num_fwd_outputs)
+        pairs = saved_pairs(forward, backward, num_fwd_outputs, set(placeholders(forward)))
         self._arriving = {strip(s, IN_ORDER): there for s, there in pairs if s not in leave}
         self._masks: set[Mask] = set()
         self._restored: list[tuple[fx.Node, fx.Node]] = []
         """A value of the backward, and the last of what the forward gives for it."""
-        self._there: dict[fx.Node, fx.Node] = {}
-        """Placeholders of what the forward gives instead."""
+        self._there = dict(pairs)
+        """The backward's placeholders of what the forward gives it."""
 
     def replace(self, crosser: Crosser, scheme: Scheme, host: bool) -> list[Any]:
         """Save ``crosser`` as ``scheme``; not at all if its masks were all that was wanted.
@@ -102,7 +102,7 @@ class _Edit:
             mask = None if scheme is scheme.plain else crosser.own_mask
             given = crosser.saved, arriving, arriving
             slot += self._store(*given, scheme, host, mask, crosser.sample or ())
-        self._backward.erase_node(arriving)
+        self._backward.erase_node(self._there.pop(crosser.saved))
         return slot
 
     def keep_mask(self, mask: Mask, beside: Crosser, host: bool) -> None:
@@ -202,7 +202,7 @@ class _Edit:
         for view in views:  # what it reads may have changed its layout; Inductor does the same
             view.target = aten.reshape.default
         refresh([*(value for value, _ in self._restored), *self._copied_again()])
-        given = self._given
+        given = {there: part for part, there in self._there.items()}
         for value, part in self._restored:
             for vector in fold_channel_steps(value, given):
                 self._work_out_in_forward(vector, part, given)
@@ -211,32 +211,20 @@ class _Edit:
             graph.eliminate_dead_code()
             graph.lint()
 
-    @property
-    def _saved(self) -> list[Any]:
-        return [value for slot in self._slots for value in slot]
-
-    @property
-    def _given(self) -> dict[fx.Node, fx.Node]:
-        """What the forward gives for the backward's placeholders."""
-        saved = {value.name: value for value in self._saved if isinstance(value, fx.Node)}
-        kept = {n: saved[n.name] for n in placeholders(self._backward) if n.name in saved}
-        return kept | {there: part for part, there in self._there.items()}
-
     def _work_out_in_forward(
         self, vector: fx.Node, beside: fx.Node, given: Mapping[fx.Node, fx.Node]
     ) -> None:
         """Save ``vector`` of the backward, too, where the forward can make it, behind ``beside``;
         see ``vectors.py``."""
-        own = strip(vector, {aten.as_strided.default})
-        if not given_of(own, given):
-            return
-        made = in_forward(own, given)
-        slot = next(slot for slot in self._slots if beside in slot)
-        slot.insert(slot.index(beside) + 1, made)
-        vector.replace_all_uses_with(self._placeholder(made, self._there[beside].next))
+        made = in_forward(strip(vector, {aten.as_strided.default}), given)
+        if made is not None:
+            slot = next(slot for slot in self._slots if beside in slot)
+            slot.insert(slot.index(beside) + 1, made)
+            vector.replace_all_uses_with(self._placeholder(made, self._there[beside].next))
 
     def _write_outputs(self) -> None:
-        seen_by_user, saved = returned(self._forward)[: self._user_outputs], self._saved
+        seen_by_user = returned(self._forward)[: self._user_outputs]
+        saved = [value for slot in self._slots for value in slot]
         self._output.args = (tuple(seen_by_user + saved),)
         if "desc" in self._output.meta:
             described = list(self._output.meta["desc"])[: self._user_outputs]

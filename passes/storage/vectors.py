@@ -36,10 +36,12 @@ def given_of(vector: fx.Node, given: Mapping[fx.Node, fx.Node]) -> list[fx.Node]
     return sorted(leaves) if small and worth and leaves <= given.keys() else []
 
 
-def in_forward(vector: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """``vector``, worked out in the forward right behind what it is of; see ``given_of``."""
-    leaves = given_of(vector, given)
-    copies = {leaf: given[leaf] for leaf in leaves}
+def in_forward(vector: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """``vector``, worked out in the forward right behind what it is of; None where ``given_of`` has
+    nothing."""
+    copies = {leaf: given[leaf] for leaf in given_of(vector, given)}
+    if not copies:
+        return None
     place = max(copies.values()).next
     while place.op == "placeholder":
         place = place.next
