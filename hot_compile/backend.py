@@ -22,8 +22,8 @@ from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import RECIPES, HotConfig, refuse_misplaced, split_options
 from .detached_logits import detach_logits, tied
 from .figures import code_key
-from .frames import room_for_calls
 from .frameworks import trace_past_warnings
+from .generated import lightened
 from .guarantee import Guaranteed, Way
 from .inductor import existing_passes, inductor_patches, keyed_by_graph
 from .observing import acceptance
@@ -233,7 +233,7 @@ class _Graph:
             patches |= _NEW_GRAPH
         patches["custom_partitioner_fn"] = partitioner
         lower = keyed_by_graph(self.inner_compile)
-        with collected_later(), room_for_calls():  # here, too, for what comes from a cache
+        with collected_later(), lightened():  # here, too, for what comes from a cache
             run: Any = compile_fx(self.gm, self.example_inputs, lower, patches)
         held.tell()
         return run

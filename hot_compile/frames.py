@@ -10,11 +10,8 @@ makes such functions longer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
-
-from torch._inductor.codecache import PyCodeCache
 
 _LONG = 512
 """Locals and operands, eight bytes each, of a function that is worth a chunk of its own: mapping it
@@ -25,14 +22,10 @@ that is there. A new one leaves a thousand values at least to what is called. Pa
 said to be used are never touched, and take no memory."""
 
 
-@contextlib.contextmanager
-def room_for_calls() -> Iterator[None]:
-    """Long functions that Inductor generates or loads meanwhile get chunks of their own."""
-    before = len(PyCodeCache.modules)
-    yield
-    for module in PyCodeCache.modules[before:]:
-        for function in _functions(module):
-            function.__code__ = _with_room(function.__code__)
+def give_room(module: ModuleType) -> None:
+    """Long functions of a generated ``module`` get chunks of their own."""
+    for function in _functions(module):
+        function.__code__ = _with_room(function.__code__)
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .config import OBJECTS, option_names
 from .errors import OptionError, PassDisabledError
-from .frames import room_for_calls
+from .generated import lightened
 from .passes.pipeline import sources_hash
 from .passes.storage.layout import CHANNELS_LAST
 from .runtime.native.providers import runtime_version
@@ -72,7 +72,7 @@ def keyed_by_graph(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     def lowered(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         passes = {"joint_custom_pre_pass": Ran(), "custom_partitioner_fn": None}
         layout = {"force_layout_optimization": True} if CHANNELS_LAST in gm.meta else {}
-        with inductor_config.patch({**passes, **layout}), room_for_calls():
+        with inductor_config.patch({**passes, **layout}), lightened():
             return inner_compile(gm, *args, **kwargs)
 
     return lowered

@@ -84,8 +84,8 @@ BELOW_BACKEND = {
     f"hot_compile.{name}"
     for name in (
         *("observing", "memory", "graphs", "record", "detached_logits", "frameworks"),
-        *("budget", "figures", "frames", "inductor", "unchanged", "stand_in"),
-        *("again", "guarantee", "reproduction", "together"),
+        *("budget", "figures", "generated", "frames", "launches", "inductor", "unchanged"),
+        *("stand_in", "again", "guarantee", "reproduction", "together"),
     )
 }
 TOP = 5
@@ -195,6 +195,7 @@ ELSEWHERE = {
     "test_acceptance": "observing/eager base/files",
     "test_stretches": "observing/draws",
     "test_backend": "inspect context inductor",
+    "test_frames": "hot_compile/generated",
     "test_pipeline": "passes/stages",
     "test_certificate": "observing/evidence",
     "test_raising": "observing/gauge",

@@ -13,7 +13,7 @@ from torch._inductor.utils import fresh_cache
 
 from hot_compile import frames
 from hot_compile.backend import hot
-from hot_compile.frames import room_for_calls
+from hot_compile.generated import lightened
 from hot_compile.testing import step
 
 CALLS = 1000
@@ -47,7 +47,7 @@ def loaded(monkeypatch):
 
 
 def test_no_function_meets_the_end_of_its_pages(loaded):
-    with room_for_calls():
+    with lightened():
         loaded += [generated(count) for count in range(1880, 2050, 8)]
     assert max(map(faults, loaded)) < CALLS / 2
 
@@ -65,7 +65,7 @@ def test_a_function_computes_what_it_did(loaded):
     module = ModuleType("generated")
     exec(f"def call(x):\n{lines} return v599", vars(module))
     small = module.call.__code__.co_stacksize
-    with room_for_calls():
+    with lightened():
         loaded.append(module)
     assert module.call.__code__.co_stacksize > small
     assert module.call(1) == 600
@@ -76,10 +76,10 @@ def test_short_functions_and_others_modules_stay_as_they_are(loaded):
     stock.borrowed = generated(1000).call  # another module's
     loaded.append(stock)
     before = stock.call.__code__, short.call.__code__
-    with room_for_calls():
+    with lightened():
         loaded.append(short)
     assert (stock.call.__code__, short.call.__code__) == before
-    with room_for_calls():
+    with lightened():
         loaded.append(stock)
     assert stock.call.__code__ is not before[0]
     assert stock.borrowed.__code__.co_stacksize < frames._ROOM
@@ -87,7 +87,7 @@ def test_short_functions_and_others_modules_stay_as_they_are(loaded):
 
 def test_it_is_given_once(loaded):
     module = generated(1000)
-    with room_for_calls(), room_for_calls():
+    with lightened(), lightened():
         loaded.append(module)
     assert frames._ROOM < module.call.__code__.co_stacksize < 2 * frames._ROOM
 
