@@ -47,6 +47,7 @@ from hot_compile.runtime.head.rows import (
     chunk_both,
     chunk_gradient,
     chunk_statistics,
+    repeated,
 )
 
 STATISTICS = 4
@@ -143,19 +144,19 @@ def both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``hot::head_both``. Without coefficients: no gradients."""
     outputs, parts = width or weight.shape[0], parts_of(weight, bias)
-    form, target = Form(inner, cap, outer), _valid(target, weight[:outputs])
+    form, target = Form(inner, cap, outer), _valid(target, weight, outputs)
     coefficients = None if coefficients is None else coefficients.contiguous()
     statistics = _statistics(x)
     logits = _logits(x, outputs, logits_dtype)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
-    made = _Gradients(x, parts, wanted, integers)
+    made, launches = _Gradients(x, parts, wanted, integers), repeated(x)
     with exactly(x.device):
         for own, aim, known, scale, theirs, grad_x in made.by_rows(
             (target, 0), (statistics, 1), (coefficients, 1), (logits, 0)
         ):
             g = made.room(len(own))
             y, left = _logits_of(own, parts, g, theirs, form)
-            chunk = Chunk(y, outputs, aim, column, form)
+            chunk = Chunk(y, outputs, aim, column, form, launches)
             if scale is None:
                 chunk_statistics(chunk, known, left)
             else:
@@ -188,7 +189,7 @@ def gradients(
     form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
     outputs, parts = width or weight.shape[0], parts_of(weight, bias)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
-    made = _Gradients(x, parts, wanted, integers)
+    made, launches = _Gradients(x, parts, wanted, integers), repeated(x)
     statistics = _statistics(x)
     with exactly(x.device):
         for own, aim, lse, known, scale, outside, grad_x in made.by_rows(
@@ -196,7 +197,7 @@ def gradients(
         ):
             y = made.room(len(own))
             multiply_parts(own, parts, y)
-            chunk = Chunk(y.whole, outputs, aim, column, form)
+            chunk = Chunk(y.whole, outputs, aim, column, form, launches)
             chunk_statistics(chunk, known)
             chunk_gradient(chunk, lse, Gradient(y.whole, scale, outside, extra_scale))
             made.add(y, own, aim, grad_x)
@@ -300,11 +301,11 @@ def _without_padding(
     return grad_x, grad_weight[:outputs], grad_bias[:outputs]
 
 
-def _valid(target: Tensor | None, weight: Tensor) -> Tensor | None:
+def _valid(target: Tensor | None, weight: Tensor, outputs: int) -> Tensor | None:
     """``target``, contiguous. On a GPU one out of range trips gather's assertion, as in the exact
     graph; on a CPU whoever reads it raises."""
     if target is not None and target.is_cuda:
-        weight[:, 0].gather(0, target)
+        weight.select(1, 0).narrow(0, 0, outputs).gather(0, target)
     return _dense(target)
 
 

@@ -10,9 +10,13 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hot_compile.runtime.head.triton_kernels import Repeated
 
 _BLOCK = 2**19
 """Elements of a block: 2 MiB in fp32."""
@@ -62,6 +66,17 @@ class Chunk:
     column: Tensor | None
     """[O']."""
     form: Form
+    launches: Repeated | None = None
+    """Those for the chunks before it."""
+
+
+def repeated(x: Tensor) -> Repeated | None:
+    """For all chunks of an operator's call, where Triton makes kernels."""
+    if not has_triton(x):
+        return None
+    from hot_compile.runtime.head.triton_kernels import Repeated
+
+    return Repeated()
 
 
 def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 8192
 _WARPS = 16
+_ALIGNED = 16
+"""Bytes; a kernel rests on whether a tensor begins at a multiple of that many."""
 _LOG2E = tl.constexpr(1.4426950408889634)
 """Powers of 2 are one instruction, and the factor is added to what is multiplied anyway."""
 
@@ -189,6 +191,26 @@ def _gradient(
     )  # fmt: skip
 
 
+class Repeated:
+    """Launches of the same kernels for one chunk after another.
+
+    At each launch Triton looks at all arguments for what a kernel may rest on, and that takes its
+    host as long as three products. Chunks differ in where they lie and in nothing of that kind.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[list[Any], Any]] = {}
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
+        """``kernel``, compiled as for the launch before where arguments are of the same kind."""
+        kind = [(a.dtype, a.data_ptr() % _ALIGNED) if isinstance(a, Tensor) else a for a in args]
+        known, compiled = self._known.get(kernel, (None, None))
+        if compiled and kind == known:
+            compiled[grid](*args)
+        else:
+            self._known[kernel] = kind, kernel[grid](*args, num_warps=_WARPS)
+
+
 def statistics_(
     chunk: Chunk, out: Tensor, logits: Tensor | None = None, gradient: Gradient | None = None
 ) -> None:
@@ -199,14 +221,14 @@ def statistics_(
     if not rows:
         return
     g, coefficients = (out, out) if gradient is None else (gradient.out, gradient.coefficients)
-    _statistics[(rows,)](
+    (chunk.launches or Repeated()).launch(
+        _statistics, (rows, 1, 1),
         chunk.y, chunk.y.stride(0), _or(chunk.target, out), _or(column, out), out, out.stride(0),
         _or(logits, out), 0 if logits is None else logits.stride(0),
         g, g.stride(0), coefficients, coefficients.stride(0),
         chunk.width, room, form.inner, form.outer,
-        CAP=form.cap, SCALED=form.outer != 1, TARGET=chunk.target is not None,
-        COLUMN=column is not None, LOGITS=logits is not None, GRADIENT=gradient is not None,
-        BLOCK=_BLOCK, num_warps=_WARPS,
+        form.cap, form.outer != 1, chunk.target is not None,
+        column is not None, logits is not None, gradient is not None, _BLOCK,
     )  # fmt: skip
 
 
@@ -217,13 +239,13 @@ def gradient_(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
     if not rows:
         return
     stride = 0 if extra is None else extra.stride(0)
-    _gradient[(rows, triton.cdiv(room, _BLOCK))](
+    (chunk.launches or Repeated()).launch(
+        _gradient, (rows, triton.cdiv(room, _BLOCK), 1),
         chunk.y, chunk.y.stride(0), gradient.out, gradient.out.stride(0), lse,
         gradient.coefficients, gradient.coefficients.stride(0), _or(chunk.target, lse),
         _or(chunk.column, lse), _or(extra, lse), stride, gradient.extra_scale,
         chunk.width, room, form.inner, form.outer,
-        CAP=form.cap, TARGET=chunk.target is not None, COLUMN=chunk.column is not None,
-        EXTRA=extra is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+        form.cap, chunk.target is not None, chunk.column is not None, extra is not None, _BLOCK,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -68,3 +69,39 @@ def test_kernels_do_what_the_plain_passes_do(forms, monkeypatch):
     command = [sys.executable, "-c", PROGRAM, forms]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "equal", done.stderr
+
+
+class Jit:
+    """A kernel that tells how it was launched."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps=None):
+            self.seen.append(("compiled" if num_warps is None else "looked at", grid, args))
+            return self
+
+        return launch
+
+    @property
+    def ways(self):
+        return [way for way, *_ in self.seen]
+
+
+def test_chunks_of_a_kind_are_looked_at_once():
+    from hot_compile.runtime.head.triton_kernels import Repeated
+
+    launches, kernel, other = Repeated(), Jit(), Jit()
+    y = torch.zeros(6, 16)
+    for rows in y.split(2):
+        launches.launch(kernel, (2, 1, 1), rows, 16, True)
+    assert kernel.ways == ["looked at", "compiled", "compiled"]
+    assert kernel.seen[2][1:] == ((2, 1, 1), (rows, 16, True))
+    launches.launch(other, (2, 1, 1), y, 16, True)
+    assert other.ways == ["looked at"]  # another kernel is known by itself
+    for args in ((y, 15, True), (y.bfloat16(), 15, True), (y[:, 1:], 15, True), (y, 15, False)):
+        launches.launch(kernel, (6, 1, 1), *args)
+    assert kernel.ways[3:] == ["looked at"] * 4
+    launches.launch(kernel, (3, 1, 1), y[:3], 15, False)  # fewer rows
+    assert kernel.ways[-1] == "compiled"
