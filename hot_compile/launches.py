@@ -23,6 +23,9 @@ from torch.autograd import profiler
 _POINTER = "O"
 """How Inductor's launcher names an argument that is a tensor."""
 
+_OTHERWISE = AttributeError, KeyError, TypeError, ValueError, AssertionError
+"""What looking at a kernel raises that is launched in another way, or not at all."""
+
 _SHORT = """
 def make(own, launch, profiler, debugged):
     def run({names}, stream):
@@ -60,7 +63,8 @@ class _Kernel:
     def _first(self, *args: Any, stream: int, **kwargs: Any) -> Any:
         """As Inductor does it, which may try several configurations, and keeps one."""
         result = self._kernel.run(*args, stream=stream, **kwargs)
-        self.run = shortened(self._kernel, args) or self._kernel.run
+        by_place = None if kwargs else shortened(self._kernel, args)
+        self.run = by_place or self._kernel.run
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -73,12 +77,12 @@ def shortened(kernel: CachingAutotuner, args: Sequence[Any]) -> Callable[..., An
     if torch.version.hip or len(kernel.launchers) != 1 or _does_more(kernel):
         return None
     (launcher,) = kernel.launchers
-    with contextlib.suppress(AttributeError, KeyError, TypeError):  # made in another way
-        static, names = launcher.__globals__["runner"].__self__, _names(launcher)
+    with contextlib.suppress(*_OTHERWISE):
+        static = launcher.__globals__["runner"].__self__
         values = _told(lambda record: _calling(launcher, record)(*args, 0))
         runner = _runner_of(static, static.C_impl._launch_kernel)
         if _launches_alike(static, values):
-            make = _made(_SHORT.format(names=names))
+            make = _made(_SHORT.format(names=", ".join(_names(len(args)))))
             debugged = triton_heuristics.get_active_debug_mode
             return make(kernel.run, _calling(launcher, runner), profiler, debugged)
     return None
@@ -139,7 +143,7 @@ def _runner_of(static: Any, launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runner_text(types: str, scratch: int) -> str:
-    names = [f"a{i}" for i in range(len(types))]
+    names = _names(len(types))
     values = [
         f"{n}.data_ptr()" if kind == _POINTER else n for n, kind in zip(names, types, strict=True)
     ]
@@ -155,10 +159,9 @@ def _made(text: str) -> Callable[..., Callable[..., Any]]:
     return names["make"]
 
 
-def _names(launcher: Any) -> str:
-    """Of a launcher's arguments but the stream, which is the last."""
-    code = launcher.__code__
-    return ", ".join(code.co_varnames[: code.co_argcount - 1])
+def _names(count: int) -> list[str]:
+    """Of arguments, none of which is one of ours: a user's kernel may have any."""
+    return [f"a{i}" for i in range(count)]
 
 
 def _calling(launcher: Any, runner: Callable[..., Any]) -> Callable[..., Any]:

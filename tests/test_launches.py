@@ -14,9 +14,10 @@ from hot_compile import launches
 from hot_compile.launches import shorten_launches, shortened
 
 LAUNCHER = """
-def launcher(in_ptr0, out_ptr0, scale, xnumel, XBLOCK, stream):
-    runner(-(xnumel // -256), 2, 1, stream, in_ptr0, out_ptr0, scale, xnumel)
+def launcher(in_ptr0, own, launch, xnumel, XBLOCK, stream):
+    runner(-(xnumel // -256), 2, 1, stream, in_ptr0, own, launch, xnumel)
 """
+"""Some arguments of a user's kernel are called as things of ours are."""
 
 
 class OnGPU(Tensor):
@@ -91,8 +92,10 @@ def other_launcher(kernel):
     kernel.launchers[0].__globals__["runner"] = lambda *given: None
 
 
-def more_than_a_launch(static):
-    static.run = lambda *given: static.C_impl._launch_kernel(*given, "more")
+def no_launch(kernel):
+    """Where there is nothing to do."""
+    launcher = kernel.launchers[0]
+    launcher.__code__ = (lambda a, b, c, d, e, stream: None).__code__
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,7 @@ def more_than_a_launch(static):
         lambda k: k.launchers.append(k.launchers[0]),
         lambda k: k.launchers.clear(),
         other_launcher,
+        no_launch,
     ],
 )
 def test_what_does_more_than_launching_stays_as_it_is(change):
@@ -172,6 +176,17 @@ def test_a_step_launches_by_less_from_the_second_time_on(monkeypatch):
     assert first == [3]
     assert [given[-1] for given in static.launched] == [4, 5]
     assert module.triton_poi_0.inductor_meta is kernel.inductor_meta
+
+
+@pytest.mark.usefixtures("old_torch")
+def test_arguments_by_name_are_left_to_torch(monkeypatch):
+    seen, (*tensors, scale, count, block) = [], arguments()
+    monkeypatch.setattr(CachingAutotuner, "run", lambda self, *a, **named: seen.append(named))
+    module = generated(triton_poi_0=kernel_of(Launched()))
+    shorten_launches(module)
+    for stream in (3, 4):
+        module.triton_poi_0.run(*tensors, scale, count, XBLOCK=block, stream=stream)
+    assert seen == [{"XBLOCK": 256, "stream": 3}, {"XBLOCK": 256, "stream": 4}]
 
 
 @pytest.mark.usefixtures("old_torch")
