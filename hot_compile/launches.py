@@ -1,9 +1,9 @@
 """Launches of Inductor's Triton kernels, without what each of them asks anew.
 
-Torch 2.11 passes a launch through three Python functions, which look at a dozen settings, and asks
-CUDA for the address of each tensor although a GPU's tensor knows its own. A step of a convolutional
-network makes hundreds of launches, and one that stores compressed gives each more tensors. From
-2.14 on torch has a shorter way itself, and nothing is done here.
+Torch 2.11 and 2.12 pass a launch through three Python functions, which look at a dozen settings,
+and ask CUDA for the address of each tensor although a GPU's tensor knows its own. A step of a
+convolutional network makes hundreds of launches, and one that stores compressed gives each more
+tensors. From 2.13 on torch has a shorter way itself, and nothing is done here.
 """
 
 from __future__ import annotations
