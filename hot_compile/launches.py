@@ -74,10 +74,10 @@ class _Kernel:
 def shortened(kernel: CachingAutotuner, args: Sequence[Any]) -> Callable[..., Any] | None:
     """``kernel.run`` for arguments like ``args``; None where it does more than launching, or what
     it launches is not what the short way would."""
-    if torch.version.hip or len(kernel.launchers) != 1 or _does_more(kernel):
-        return None
-    (launcher,) = kernel.launchers
     with contextlib.suppress(*_OTHERWISE):
+        (launcher,) = kernel.launchers
+        if torch.version.hip or _does_more(kernel, launcher):
+            return None
         static = launcher.__globals__["runner"].__self__
         values = _told(lambda record: _calling(launcher, record)(*args, 0))
         runner = _runner_of(static, static.C_impl._launch_kernel)
@@ -88,10 +88,9 @@ def shortened(kernel: CachingAutotuner, args: Sequence[Any]) -> Callable[..., An
     return None
 
 
-def _does_more(kernel: CachingAutotuner) -> bool:
+def _does_more(kernel: CachingAutotuner, launcher: Any) -> bool:
     """A launch is also interpreted, written down, or searched a configuration for."""
-    (launcher,), meta = kernel.launchers, kernel.inductor_meta
-    searches = meta.get("coordinate_descent_tuning", False)
+    searches = kernel.inductor_meta.get("coordinate_descent_tuning", False)
     return (
         kernel.triton_interpret
         or kernel.dump_launch_params
