@@ -200,9 +200,11 @@ def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
     if isinstance(has.get("vocab_size"), int):
         given["vocab_size"] = min(WORDS, has["vocab_size"])
     for part, kind in getattr(config, "sub_configs", {}).items():
-        if part in has and not hasattr(kind, "sub_configs"):  # any: as it comes
+        if part not in has:
+            continue
+        if not hasattr(kind, "sub_configs"):  # of any kind: the one that it has by default
             kind = type(getattr(config(), part, None))
-        if part in has and hasattr(kind, "sub_configs"):
+        if hasattr(kind, "sub_configs"):
             given[part] = _cut(kind, narrower)
     return config(**given)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +46,9 @@ def make(launch, function, warps, shared):
 def shorten_launches(module: ModuleType) -> None:
     """Kernels that the step of a generated ``module`` launches are launched by less from their
     second launch on."""
-    if hasattr(CachingAutotuner, "_build_fast_launcher") or not hasattr(module, "call"):
+    if hasattr(CachingAutotuner, "_build_fast_launcher") or torch.version.hip:
+        return
+    if not hasattr(module, "call"):  # a kernel's own source
         return
     for name, value in list(vars(module).items()):
         if type(value) is CachingAutotuner:
@@ -76,7 +78,7 @@ def shortened(kernel: CachingAutotuner, args: Sequence[Any]) -> Callable[..., An
     it launches is not what the short way would."""
     with contextlib.suppress(*_OTHERWISE):
         (launcher,) = kernel.launchers
-        if torch.version.hip or _does_more(kernel, launcher):
+        if _does_more(kernel, launcher):
             return None
         static = launcher.__globals__["runner"].__self__
         values = _told(lambda record: _calling(launcher, record)(*args, 0))
@@ -125,13 +127,8 @@ def _told(call: Callable[[Callable[..., None]], Any]) -> tuple[Any, ...]:
 def _recorded(static: Any, record: Callable[..., None]) -> Any:
     """The launcher ``static``, which calls ``record`` instead of launching."""
     twin = object.__new__(type(static))
-    twin.__dict__ = {**vars(static), "C_impl": _Recording(record)}
+    twin.__dict__ = {**vars(static), "C_impl": SimpleNamespace(_launch_kernel=record)}
     return twin
-
-
-class _Recording:
-    def __init__(self, record: Callable[..., None]) -> None:
-        self._launch_kernel = record
 
 
 def _runner_of(static: Any, launch: Callable[..., Any]) -> Callable[..., Any]:

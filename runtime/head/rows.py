@@ -67,11 +67,11 @@ class Chunk:
     """[O']."""
     form: Form
     launches: Repeated | None = None
-    """Those for the chunks before it."""
+    """What launched the kernels of the chunks before it; None: it is the only one."""
 
 
 def repeated(x: Tensor) -> Repeated | None:
-    """For all chunks of an operator's call, where Triton makes kernels."""
+    """What launches the kernels of all chunks of an operator's call, where Triton makes them."""
     if not has_triton(x):
         return None
     from hot_compile.runtime.head.triton_kernels import Repeated
