@@ -107,6 +107,8 @@ def chunk_rows(rows: int, columns: int, itemsize: int, grad_weight: int) -> int:
 
 def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A step under autocast must not cast operands that the graph has cast already."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
@@ -150,12 +152,18 @@ def both(
     logits = _logits(x, outputs, logits_dtype)
     integers = IntegerProducts(x, weight, wanted) if int8 else None
     made, launches = _Gradients(x, parts, wanted, integers), repeated(x)
+    as_made = not cap and outer == 1 and outputs == width_of(parts)
+    whole = as_made and logits_dtype == x.dtype
     with exactly(x.device):
+        if whole:  # they are there anyway: one product makes them
+            multiply_parts(x, parts, wide(logits, parts))
         for own, aim, known, scale, theirs, grad_x in made.by_rows(
             (target, 0), (statistics, 1), (coefficients, 1), (logits, 0)
         ):
             g = made.room(len(own))
-            y, left = _logits_of(own, parts, g, theirs, form)
+            if not whole:
+                multiply_parts(own, parts, g)
+            y, left = (theirs, None) if whole else (g.whole, theirs)
             chunk = Chunk(y, outputs, aim, column, form, launches)
             if scale is None:
                 chunk_statistics(chunk, known, left)
@@ -260,25 +268,6 @@ class _Gradients:
             add_product(total, own, x, first)
 
 
-def _logits_of(
-    x: Tensor, parts: tuple[Part, ...], room: Wide, logits: Tensor | None, form: Form
-) -> tuple[Tensor, Tensor | None]:
-    """(y of some rows, what is still to be written of the caller's ``logits``, if anything).
-
-    The product goes straight into them where they are y itself and as wide.
-    """
-    plain = not form.cap and form.outer == 1
-    if logits is not None and plain and _alike(logits, room.whole):
-        multiply_parts(x, parts, wide(logits, parts))
-        return logits, None
-    multiply_parts(x, parts, room)
-    return room.whole, logits
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape
-
-
 def _logits(x: Tensor, outputs: int, dtype: torch.dtype | None) -> Tensor:
     if dtype is None:
         return x.new_empty(0)
@@ -298,6 +287,8 @@ def _without_padding(
     gradients: tuple[Tensor, Tensor, Tensor], outputs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_weight, grad_bias = gradients
+    if outputs == len(grad_weight):
+        return gradients
     return grad_x, grad_weight[:outputs], grad_bias[:outputs]
 
 

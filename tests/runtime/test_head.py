@@ -189,6 +189,21 @@ def test_logits_for_the_caller_are_the_product(outputs):
         assert torch.equal(one, other)
 
 
+def test_logits_for_the_caller_are_one_product(monkeypatch):
+    """Whose rows are as long as the product's: no chunk makes its own."""
+    made = []
+    own = head.multiply_parts
+    monkeypatch.setattr(head, "multiply_parts", lambda *a: made.append(len(a[0])) or own(*a))
+    x, weight, *others = operands(50)
+    rest = *others, torch.ones(3, 50), *FORMS["plain"]
+    padded = head_parts.missing_outputs(weight) > 0
+    for dtype in (torch.float32, torch.bfloat16, None):
+        made.clear()
+        torch.ops.hot.head_both(x, weight, *rest, dtype, [True] * 3)
+        assert sum(made) == 50
+        assert (len(made) == 1) == (dtype is torch.float32 and not padded)
+
+
 def test_chunks_cover_the_rows_evenly():
     for rows, grad_weight in itertools.product((1, 7, 8192, 8191), (50257 * 768, 0)):
         size = head.chunk_rows(rows, 50257, 2, grad_weight)
