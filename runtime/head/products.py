@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hot_compile.runtime.head import loop
 from hot_compile.runtime.head.integers import ALIGN, IntegerProducts
 from hot_compile.runtime.head.parts import (
     Part,
@@ -40,20 +41,14 @@ from hot_compile.runtime.head.parts import (
     wide,
     width_of,
 )
-from hot_compile.runtime.head.rows import (
-    Chunk,
-    Form,
-    Gradient,
-    chunk_both,
-    chunk_gradient,
-    chunk_statistics,
-    repeated,
-)
+from hot_compile.runtime.head.rows import Chunk, Form, Gradient, calls_of, chunk_pass, repeated
 
 STATISTICS = 4
 CHUNK_BYTES = 2**29
 """Most bytes of a chunk of logits, where g_w in their dtype takes no more."""
 _LEAST_BYTES = 2**23
+_LINES = 16
+"""Rows after which tensors are as well aligned again as they were."""
 _FEW, _FEW_BYTES = 5, 3 * 2**26
 """More chunks than that cost the host more than so many bytes each are worth."""
 
@@ -102,7 +97,10 @@ def chunk_rows(rows: int, columns: int, itemsize: int, grad_weight: int) -> int:
     most = min(max(most, _LEAST_BYTES), max(CHUNK_BYTES, later))
     count = max(1, -(-rows * row // most))
     even = max(1, -(-rows // count))
-    return even if even < 512 else -(-even // 128) * 128  # whole tiles of a product
+    if even < _LINES:
+        return even
+    whole = 128 if even >= 512 else _LINES  # tiles of a product
+    return -(-even // whole) * whole
 
 
 def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -161,14 +159,15 @@ def both(
             (target, 0), (statistics, 1), (coefficients, 1), (logits, 0)
         ):
             g = made.room(len(own))
-            if not whole:
-                multiply_parts(own, parts, g)
             y, left = (theirs, None) if whole else (g.whole, theirs)
             chunk = Chunk(y, outputs, aim, column, form, launches)
-            if scale is None:
-                chunk_statistics(chunk, known, left)
-            else:
-                chunk_both(chunk, known, Gradient(g.whole, scale), left)
+            gradient = None if scale is None else Gradient(g.whole, scale)
+            if made.by_library(chunk, known, left, gradient, whole):
+                break
+            if not whole:
+                multiply_parts(own, parts, g)
+            chunk_pass(chunk, known, left, gradient)
+            if gradient is not None:
                 made.add(g, own, aim, grad_x)
     return statistics, logits, *_without_padding(made.sums, outputs)
 
@@ -200,14 +199,16 @@ def gradients(
     made, launches = _Gradients(x, parts, wanted, integers), repeated(x)
     statistics = _statistics(x)
     with exactly(x.device):
-        for own, aim, lse, known, scale, outside, grad_x in made.by_rows(
-            (_dense(target), 0), (statistics[1], 0), (statistics, 1), (coefficients, 1), (extra, 0)
+        for own, aim, known, scale, outside, grad_x in made.by_rows(
+            (_dense(target), 0), (statistics, 1), (coefficients, 1), (extra, 0)
         ):
             y = made.room(len(own))
-            multiply_parts(own, parts, y)
             chunk = Chunk(y.whole, outputs, aim, column, form, launches)
-            chunk_statistics(chunk, known)
-            chunk_gradient(chunk, lse, Gradient(y.whole, scale, outside, extra_scale))
+            gradient = Gradient(y.whole, scale, outside, extra_scale)
+            if made.by_library(chunk, known, None, gradient):
+                break
+            multiply_parts(own, parts, y)
+            chunk_pass(chunk, known, None, gradient)
             made.add(y, own, aim, grad_x)
     return _without_padding(made.sums, outputs)
 
@@ -233,7 +234,7 @@ class _Gradients:
         if not rows:
             self.sums[1].zero_()
         self._grad_weight = [self.sums[1][part.columns] for part in parts] if wanted[1] else []
-        self._first = True
+        self._first, self._tried = True, False
 
     def by_rows(self, *others: tuple[Tensor | None, int]) -> Iterable[tuple[Any, ...]]:
         """Chunks of x, of ``others`` (each with the dimension its rows are in) and of g_x; None
@@ -253,6 +254,23 @@ class _Gradients:
         if rows not in self._rooms:
             self._rooms[rows] = wide(self._buffer[:rows], self._parts)
         return self._rooms[rows]
+
+    def by_library(
+        self,
+        chunk: Chunk,
+        statistics: Tensor,
+        logits: Tensor | None,
+        gradient: Gradient | None,
+        multiplied: bool = False,
+    ) -> bool:
+        """All chunks, of which these are the first one's tensors, by one call into C++, if that is
+        to be had. ``multiplied``: y is there already."""
+        tried, self._tried = self._tried, True
+        if tried or self._integers or not loop.serves(self._x):
+            return False
+        calls = calls_of(chunk, statistics, logits, gradient)
+        room = self.room(len(chunk.y)).whole
+        return loop.run(self._x, self._parts, room, multiplied, self.sums, calls)
 
     def add(self, g: Wide, x: Tensor, target: Tensor | None, grad_x: Tensor | None) -> None:
         """What rows of x whose gradient of y is ``g`` give; ``g`` may change."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hot_compile.runtime.head.triton_kernels import Repeated
+    from hot_compile.runtime.head.triton_kernels import Call, Repeated
 
 _BLOCK = 2**19
 """Elements of a block: 2 MiB in fp32."""
@@ -79,17 +79,26 @@ def repeated(x: Tensor) -> Repeated | None:
     return Repeated()
 
 
+def calls_of(
+    chunk: Chunk, out: Tensor, logits: Tensor | None, gradient: Gradient | None
+) -> list[Call]:
+    """``chunk_statistics``, and ``chunk_gradient`` with it, as launches of Triton's kernels: one
+    where rows fill a GPU and nothing is added to their gradient."""
+    from hot_compile.runtime.head.triton_kernels import gradient_call, statistics_call
+
+    if gradient is None:
+        return [statistics_call(chunk, out, logits)]
+    if gradient.extra is None and chunk.y.shape[0] >= _FILLING:
+        return [statistics_call(chunk, out, logits, gradient)]
+    return [statistics_call(chunk, out, logits), gradient_call(chunk, out[1], gradient)]
+
+
 def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) -> None:
     """Write the four statistics of every row of a chunk that is as wide as the logits.
 
     ``out`` [4, R]; the logits themselves to ``logits`` [R, O'], of any dtype, in the same pass. On
     a CPU, raises what ``gather`` raises where a target is out of range.
     """
-    if has_triton(out):
-        from hot_compile.runtime.head.triton_kernels import statistics_
-
-        statistics_(chunk, out, logits)
-        return
     y = chunk.y[:, : chunk.width]
     for rows in blocks(y):
         z = chunk.form(y[rows])
@@ -107,11 +116,6 @@ def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) ->
 
 def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
     """Write the gradient of a chunk's y, given the log-sum-exp [R] of its rows."""
-    if has_triton(lse):
-        from hot_compile.runtime.head.triton_kernels import gradient_
-
-        gradient_(chunk, lse, gradient)
-        return
     gradient.out[:, chunk.width :].zero_()
     y = chunk.y[:, : chunk.width]
     for rows in blocks(y):
@@ -129,15 +133,15 @@ def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
         gradient.out[rows, : chunk.width] = g if slope is None else g.mul_(slope)
 
 
-def chunk_both(chunk: Chunk, out: Tensor, gradient: Gradient, logits: Tensor | None = None) -> None:
-    """Statistics and gradient of a chunk, nothing added to it: one launch where Triton is."""
-    if has_triton(out) and chunk.y.shape[0] >= _FILLING:
-        from hot_compile.runtime.head.triton_kernels import statistics_
-
-        statistics_(chunk, out, logits, gradient)
+def chunk_pass(chunk: Chunk, out: Tensor, logits: Tensor | None, gradient: Gradient | None) -> None:
+    """Statistics of a chunk, and its gradient if that is asked for."""
+    if has_triton(out):
+        for call in calls_of(chunk, out, logits, gradient):
+            call.launch(chunk.launches)
         return
     chunk_statistics(chunk, out, logits)
-    chunk_gradient(chunk, out[1], gradient)
+    if gradient is not None:
+        chunk_gradient(chunk, out[1], gradient)
 
 
 def blocks(y: Tensor) -> Iterator[slice]:

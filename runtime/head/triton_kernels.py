@@ -11,6 +11,7 @@ at a time.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 8192
 _WARPS = 16
-_ALIGNED = 16
+ALIGNED = 16
 """Bytes; a kernel rests on whether a tensor begins at a multiple of that many."""
 _LOG2E = tl.constexpr(1.4426950408889634)
 """Powers of 2 are one instruction, and the factor is added to what is multiplied anyway."""
@@ -191,6 +192,32 @@ def _gradient(
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A kernel and what it is given for some rows of logits, one program or several a row."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    """In the kernel's order; behind them it has none."""
+    steps: tuple[int, ...]
+    """Of the first of ``args``: bytes from what belongs to a row to what does to the next."""
+
+    def launch(self, launches: Repeated | None) -> None:
+        """Launch it."""
+        if self.grid[0]:
+            (launches or Repeated()).launch(self.kernel, self.grid, *self.args)
+
+    def compiled(self) -> Any:
+        """What Triton makes of the kernel for such arguments, loaded, but not launched; None where
+        it interprets kernels."""
+        if not isinstance(self.kernel, triton.JITFunction):
+            return None
+        made = self.kernel.warmup(*self.args, grid=self.grid, num_warps=_WARPS)
+        made._init_handles()
+        return made
+
+
 class Repeated:
     """Launches of the same kernels for one chunk after another.
 
@@ -203,7 +230,7 @@ class Repeated:
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
         """``kernel``, compiled as for the launch before where arguments are of the same kind."""
-        kind = [(a.dtype, a.data_ptr() % _ALIGNED) if isinstance(a, Tensor) else a for a in args]
+        kind = [kind_of(arg) for arg in args]
         known, compiled = self._known.get(kernel, (None, None))
         if compiled and kind == known:
             compiled[grid](*args)
@@ -211,18 +238,24 @@ class Repeated:
             self._known[kernel] = kind, kernel[grid](*args, num_warps=_WARPS)
 
 
-def statistics_(
+def kind_of(arg: Any) -> Any:
+    """All of an argument that a kernel may rest on."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % ALIGNED
+    if isinstance(arg, int) and not isinstance(arg, bool):
+        return arg == 1, arg % ALIGNED == 0, arg.bit_length() > 31
+    return arg
+
+
+def statistics_call(
     chunk: Chunk, out: Tensor, logits: Tensor | None = None, gradient: Gradient | None = None
-) -> None:
+) -> Call:
     """The four statistics of every row into ``out`` [4, R], the logits into ``logits``, and in the
     same launch the gradient, to which nothing from outside is added."""
     rows, room = chunk.y.shape
     form, column = chunk.form, chunk.column
-    if not rows:
-        return
     g, coefficients = (out, out) if gradient is None else (gradient.out, gradient.coefficients)
-    (chunk.launches or Repeated()).launch(
-        _statistics, (rows, 1, 1),
+    args = (
         chunk.y, chunk.y.stride(0), _or(chunk.target, out), _or(column, out), out, out.stride(0),
         _or(logits, out), 0 if logits is None else logits.stride(0),
         g, g.stride(0), coefficients, coefficients.stride(0),
@@ -230,23 +263,34 @@ def statistics_(
         form.cap, form.outer != 1, chunk.target is not None,
         column is not None, logits is not None, gradient is not None, _BLOCK,
     )  # fmt: skip
+    steps = (
+        _step(chunk.y), 0, _step(chunk.target), 0, out.itemsize, 0, _step(logits), 0,
+        0 if gradient is None else _step(g), 0, coefficients.itemsize,
+    )  # fmt: skip
+    return Call(_statistics, (rows, 1, 1), args, steps)
 
 
-def gradient_(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
+def gradient_call(chunk: Chunk, lse: Tensor, gradient: Gradient) -> Call:
     """The gradient of a chunk, as ``rows.chunk_gradient``."""
     rows, room = chunk.y.shape
-    form, extra = chunk.form, gradient.extra
-    if not rows:
-        return
-    stride = 0 if extra is None else extra.stride(0)
-    (chunk.launches or Repeated()).launch(
-        _gradient, (rows, triton.cdiv(room, _BLOCK), 1),
+    form, extra, coefficients = chunk.form, gradient.extra, gradient.coefficients
+    args = (
         chunk.y, chunk.y.stride(0), gradient.out, gradient.out.stride(0), lse,
-        gradient.coefficients, gradient.coefficients.stride(0), _or(chunk.target, lse),
-        _or(chunk.column, lse), _or(extra, lse), stride, gradient.extra_scale,
-        chunk.width, room, form.inner, form.outer,
+        coefficients, coefficients.stride(0), _or(chunk.target, lse),
+        _or(chunk.column, lse), _or(extra, lse), 0 if extra is None else extra.stride(0),
+        gradient.extra_scale, chunk.width, room, form.inner, form.outer,
         form.cap, chunk.target is not None, chunk.column is not None, extra is not None, _BLOCK,
     )  # fmt: skip
+    steps = (
+        _step(chunk.y), 0, _step(gradient.out), 0, lse.itemsize, coefficients.itemsize, 0,
+        _step(chunk.target), 0, _step(extra),
+    )  # fmt: skip
+    return Call(_gradient, (rows, triton.cdiv(room, _BLOCK), 1), args, steps)
+
+
+def _step(tensor: Tensor | None) -> int:
+    """Bytes from a row of it to the next."""
+    return 0 if tensor is None else tensor.stride(0) * tensor.itemsize
 
 
 def _or(tensor: Tensor | None, stand_in: Tensor) -> Any:

@@ -236,10 +236,18 @@ def extension_for(device_type: str) -> Extension:
 def load(device_type: str) -> Path:
     """Registers the operators for ``device_type``; returns the library.
 
-    It is built if need be. Idempotent. Raises BuildError if there is no compiler, it fails, or the
-    library does not load.
+    Idempotent. Raises BuildError as ``load_extension`` does.
     """
-    path = build(extension_for(device_type))
+    return load_extension(extension_for(device_type))
+
+
+def load_extension(extension: Extension) -> Path:
+    """Registers a library's operators; returns the library.
+
+    It is built if need be. Raises BuildError if there is no compiler, it fails, or the library does
+    not load.
+    """
+    path = build(extension)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

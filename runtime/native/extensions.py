@@ -102,3 +102,14 @@ def cpu_extension() -> Extension:
         flags=_CPU_FLAGS + (("-DHOT_X86",) if x86 else ()),
         link_flags=("-ltorch_cpu", "-lc10"),
     )
+
+
+def head_extension() -> Extension:
+    """A head's loop over chunks, for any device; by torch's own C++, so for this torch alone."""
+    return Extension(
+        name="hot_head",
+        sources=(Source("head/chunks.cpp"),),
+        inputs=("head",),
+        flags=("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden"),
+        link_flags=("-ltorch_cpu", "-lc10", "-ldl"),
+    )

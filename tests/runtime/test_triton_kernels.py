@@ -32,8 +32,8 @@ for dtype, cap, more in itertools.product((torch.float32, low), (False, True), (
         out, g, logits = torch.zeros(4, 5), torch.empty_like(y), torch.full((5, 150), 7).to(dtype)
         gradient = Gradient(g, coefficients, extra, 0.5)
         if triton:
-            head_triton.statistics_(chunk, out, logits)
-            head_triton.gradient_(chunk, out[1], gradient)
+            head_triton.statistics_call(chunk, out, logits).launch(None)
+            head_triton.gradient_call(chunk, out[1], gradient).launch(None)
         else:
             own = Chunk(y, 150, None, column, chunk.form)
             head_rows.chunk_statistics(own, out, logits)
@@ -51,13 +51,13 @@ for dtype, cap, more in itertools.product((torch.float32, low), (False, True), (
     if not more:
         both, in_place = torch.zeros(4, 5), Chunk(y.clone(), 150, None, None, chunk.form)
         gradient = Gradient(in_place.y, coefficients)
-        head_triton.statistics_(in_place, both, None, gradient)
+        head_triton.statistics_call(in_place, both, None, gradient).launch(None)
         torch.testing.assert_close(both[1:], their_out[1:], equal_nan=True)
         torch.testing.assert_close(in_place.y, their_g, equal_nan=True)
     else:  # labels, beside the logits
         apart, mine = torch.empty_like(y), Gradient(torch.empty_like(y), coefficients)
-        head_triton.gradient_(chunk, their_out[1], mine)
-        head_triton.statistics_(chunk, out, logits, Gradient(apart, coefficients))
+        head_triton.gradient_call(chunk, their_out[1], mine).launch(None)
+        head_triton.statistics_call(chunk, out, logits, Gradient(apart, coefficients)).launch(None)
         torch.testing.assert_close(apart, mine.out, equal_nan=True)
 print("equal")
 """
