@@ -82,8 +82,8 @@ def repeated(x: Tensor) -> Repeated | None:
 def calls_of(
     chunk: Chunk, out: Tensor, logits: Tensor | None, gradient: Gradient | None
 ) -> list[Call]:
-    """``chunk_statistics``, and ``chunk_gradient`` with it, as launches of Triton's kernels: one
-    where rows fill a GPU and nothing is added to their gradient."""
+    """``chunk_pass`` as launches of Triton's kernels: one where rows fill a GPU and nothing is
+    added to their gradient."""
     from hot_compile.runtime.head.triton_kernels import gradient_call, statistics_call
 
     if gradient is None:
@@ -93,55 +93,50 @@ def calls_of(
     return [statistics_call(chunk, out, logits), gradient_call(chunk, out[1], gradient)]
 
 
-def chunk_statistics(chunk: Chunk, out: Tensor, logits: Tensor | None = None) -> None:
+def chunk_pass(
+    chunk: Chunk, out: Tensor, logits: Tensor | None = None, gradient: Gradient | None = None
+) -> None:
     """Write the four statistics of every row of a chunk that is as wide as the logits.
 
-    ``out`` [4, R]; the logits themselves to ``logits`` [R, O'], of any dtype, in the same pass. On
-    a CPU, raises what ``gather`` raises where a target is out of range.
+    ``out`` [4, R]; the logits themselves to ``logits`` [R, O'], of any dtype, and y's gradient if
+    that is asked for, in the same pass. On a CPU, raises what ``gather`` raises where a target is
+    out of range.
     """
-    y = chunk.y[:, : chunk.width]
-    for rows in blocks(y):
-        z = chunk.form(y[rows])
-        if logits is not None:
-            logits[rows] = z
-        part = out[:, rows]
-        part[0] = z.amax(1)
-        part[1] = torch.logsumexp(z, 1)
-        part[3] = z.sum(1) if chunk.column is None else z @ chunk.column
-    if chunk.target is None:
-        out[2].zero_()
-    else:
-        out[2].copy_(chunk.form(y.gather(1, chunk.target[:, None]))[:, 0])
-
-
-def chunk_gradient(chunk: Chunk, lse: Tensor, gradient: Gradient) -> None:
-    """Write the gradient of a chunk's y, given the log-sum-exp [R] of its rows."""
-    gradient.out[:, chunk.width :].zero_()
-    y = chunk.y[:, : chunk.width]
-    for rows in blocks(y):
-        a, b, c = gradient.coefficients[:, rows, None]
-        z = chunk.form(y[rows])
-        slope = (z / chunk.form.outer).square_().neg_().add_(1) if chunk.form.cap else None
-        g = z.sub_(lse[rows, None]).exp_().mul_(a)
-        if chunk.target is not None:
-            place = chunk.target[rows, None]
-            inside = (place >= 0) & (place < g.shape[1])
-            g.scatter_add_(1, place.clamp(0, g.shape[1] - 1), torch.where(inside, b, 0.0))
-        g.add_(c if chunk.column is None else c * chunk.column)
-        if gradient.extra is not None:
-            g.add_(gradient.extra[rows], alpha=gradient.extra_scale)
-        gradient.out[rows, : chunk.width] = g if slope is None else g.mul_(slope)
-
-
-def chunk_pass(chunk: Chunk, out: Tensor, logits: Tensor | None, gradient: Gradient | None) -> None:
-    """Statistics of a chunk, and its gradient if that is asked for."""
     if has_triton(out):
         for call in calls_of(chunk, out, logits, gradient):
             call.launch(chunk.launches)
         return
-    chunk_statistics(chunk, out, logits)
     if gradient is not None:
-        chunk_gradient(chunk, out[1], gradient)
+        gradient.out[:, chunk.width :].zero_()
+    for rows in blocks(chunk.y):
+        z = chunk.form(chunk.y[rows, : chunk.width])
+        if logits is not None:
+            logits[rows] = z
+        _plain_pass(chunk, rows, z, out[:, rows], gradient)
+
+
+def _plain_pass(
+    chunk: Chunk, rows: slice, z: Tensor, out: Tensor, gradient: Gradient | None
+) -> None:
+    """Of some rows' logits ``z``, which are overwritten."""
+    out[0] = z.amax(1)
+    out[2] = 0.0 if chunk.target is None else z.gather(1, chunk.target[rows, None])[:, 0]
+    out[3] = z.sum(1) if chunk.column is None else z @ chunk.column
+    slope = (z / chunk.form.outer).square_().neg_().add_(1) if chunk.form.cap else None
+    shift = out[0].where(out[0].isfinite(), 0.0)  # inf - inf would be NaN
+    g = z.sub_(shift[:, None]).exp_()
+    total = g.sum(1)
+    out[1] = total.log() + shift
+    if gradient is None:
+        return
+    a, b, c = gradient.coefficients[:, rows, None]
+    g.mul_(a / total[:, None])
+    if chunk.target is not None:
+        g.scatter_add_(1, chunk.target[rows, None], b)
+    g.add_(c if chunk.column is None else c * chunk.column)
+    if gradient.extra is not None:
+        g.add_(gradient.extra[rows], alpha=gradient.extra_scale)
+    gradient.out[rows, : chunk.width] = g if slope is None else g.mul_(slope)
 
 
 def blocks(y: Tensor) -> Iterator[slice]:

@@ -271,7 +271,7 @@ def statistics_call(
 
 
 def gradient_call(chunk: Chunk, lse: Tensor, gradient: Gradient) -> Call:
-    """The gradient of a chunk, as ``rows.chunk_gradient``."""
+    """The gradient of a chunk of which ``lse`` [R] is known."""
     rows, room = chunk.y.shape
     form, extra, coefficients = chunk.form, gradient.extra, gradient.coefficients
     args = (

@@ -35,13 +35,13 @@ for dtype, cap, more in itertools.product((torch.float32, low), (False, True), (
             head_triton.statistics_call(chunk, out, logits).launch(None)
             head_triton.gradient_call(chunk, out[1], gradient).launch(None)
         else:
-            own = Chunk(y, 150, None, column, chunk.form)
-            head_rows.chunk_statistics(own, out, logits)
-            if more:  # gather knows no label out of range
-                known = (target >= 0) & (target < 150)
-                picked = y.gather(1, target.where(known, 0)[:, None])
-                out[2] = torch.where(known, chunk.form(picked)[:, 0], 0.0)
-            head_rows.chunk_gradient(chunk, out[1], gradient)
+            known = (target >= 0) & (target < 150)  # gather knows no label out of range
+            own = Chunk(y, 150, target.where(known, 0) if more else None, column, chunk.form)
+            given = coefficients.clone()
+            given[1] *= known if more else 1
+            head_rows.chunk_pass(own, out, logits, Gradient(g, given, extra, 0.5))
+            if more:
+                out[2] = torch.where(known, out[2], 0.0)
         found.append((out, g, logits))
     (out, g, logits), (their_out, their_g, their_logits) = found
     torch.testing.assert_close(their_logits, logits, equal_nan=True)
