@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("hot", "FRAGMENT")
 _LIBRARY.define(
-    "head_chunks(Tensor x, Tensor[] weights, Tensor[] biases, Tensor(a!) room, bool multiplied,"
-    " Tensor(b!) grad_x, Tensor(c!) grad_weight, Tensor(d!) grad_bias, int chunk, int[] launches,"
-    " int stream) -> ()"
+    "head_chunks(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? target, int outputs,"
+    " Tensor(a!) room, Tensor(b!)? logits, Tensor(c!) grad_x, Tensor(d!) grad_weight,"
+    " Tensor(e!) grad_bias, int[] launches, int stream) -> ()"
 )
 
 _chunks = torch.ops.hot.head_chunks
@@ -117,9 +117,11 @@ def serves(x: Tensor) -> bool:
 def run(
     x: Tensor,
     parts: tuple[Part, ...],
+    outputs: int,
     room: Tensor,
-    multiplied: bool,
+    logits: Tensor | None,
     sums: tuple[Tensor, Tensor, Tensor],
+    target: Tensor | None,
     calls: Iterable[Call],
 ) -> bool:
     """Products and ``calls`` of all chunks; False: nothing was done.
@@ -127,10 +129,12 @@ def run(
     Args:
         x: [R, I].
         parts: of the weight.
-        room: [C, P], for the products, and the gradient, of as many rows as a chunk has.
-        multiplied: the products of all rows are made already, and lie elsewhere.
+        outputs: of it, without those that are zeros.
+        room: [C, P], for the gradient of as many rows as a chunk has, and their products.
+        logits: [R, P], the products if they are kept.
         sums: g_x, g_w and g_b, empty if not asked for.
-        calls: of the first chunk's rows.
+        target: [R], if labels are to be checked.
+        calls: of all rows; of ``room``, of a chunk's.
     """
     launches = list[int]()
     for call in calls:
@@ -138,19 +142,10 @@ def run(
         if kernel is None:
             return False
         launches += kernel.launch(call, room)
+    weights = [part.weight for part in parts]
     biases = [part.bias for part in parts if part.bias is not None]
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    _chunks(
-        x,
-        [part.weight for part in parts],
-        biases,
-        room,
-        multiplied,
-        *sums,
-        len(room),
-        launches,
-        stream,
-    )
+    _chunks(x, weights, biases, target, outputs, room, logits, *sums, launches, stream)
     return True
 
 

@@ -144,30 +144,32 @@ def both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``hot::head_both``. Without coefficients: no gradients."""
     outputs, parts = width or weight.shape[0], parts_of(weight, bias)
-    form, target = Form(inner, cap, outer), _valid(target, weight, outputs)
-    coefficients = None if coefficients is None else coefficients.contiguous()
+    form, target = Form(inner, cap, outer), _dense(target)
     statistics = _statistics(x)
     logits = _logits(x, outputs, logits_dtype)
-    integers = IntegerProducts(x, weight, wanted) if int8 else None
-    made, launches = _Gradients(x, parts, wanted, integers), repeated(x)
     as_made = not cap and outer == 1 and outputs == width_of(parts)
-    whole = as_made and logits_dtype == x.dtype
+    whole = as_made and logits_dtype == x.dtype  # they are there anyway: one product makes them
+    made = _Gradients(x, parts, wanted, IntegerProducts(x, weight, wanted) if int8 else None)
+    chunk = Chunk(logits if whole else made.buffer, outputs, target, column, form)
+    gradient = None if coefficients is None else Gradient(made.buffer, coefficients.contiguous())
+    left = None if whole or logits_dtype is None else logits
+    if made.by_library(chunk, statistics, left, gradient, target):
+        return statistics, logits, *_without_padding(made.sums, outputs)
+    _check(target, weight, outputs)
+    launches = repeated(x)
     with exactly(x.device):
-        if whole:  # they are there anyway: one product makes them
+        if whole:
             multiply_parts(x, parts, wide(logits, parts))
         for own, aim, known, scale, theirs, grad_x in made.by_rows(
-            (target, 0), (statistics, 1), (coefficients, 1), (logits, 0)
+            (target, 0), (statistics, 1), (gradient and gradient.coefficients, 1), (logits, 0)
         ):
             g = made.room(len(own))
-            y, left = (theirs, None) if whole else (g.whole, theirs)
-            chunk = Chunk(y, outputs, aim, column, form, launches)
-            gradient = None if scale is None else Gradient(g.whole, scale)
-            if made.by_library(chunk, known, left, gradient, whole):
-                break
             if not whole:
                 multiply_parts(own, parts, g)
-            chunk_pass(chunk, known, left, gradient)
-            if gradient is not None:
+            y, left = (theirs, None) if whole else (g.whole, theirs)
+            own_gradient = None if scale is None else Gradient(g.whole, scale)
+            chunk_pass(Chunk(y, outputs, aim, column, form, launches), known, left, own_gradient)
+            if own_gradient is not None:
                 made.add(g, own, aim, grad_x)
     return statistics, logits, *_without_padding(made.sums, outputs)
 
@@ -193,22 +195,25 @@ def gradients(
     Its softmax is that of the logits it makes itself: a product of another shape rounds some of
     them the other way, and in bf16 that is 6 % of a probability that should be 1.
     """
-    form, coefficients = Form(inner, cap, outer), coefficients.contiguous()
+    form, target = Form(inner, cap, outer), _dense(target)
+    coefficients = coefficients.contiguous()
     outputs, parts = width or weight.shape[0], parts_of(weight, bias)
-    integers = IntegerProducts(x, weight, wanted) if int8 else None
-    made, launches = _Gradients(x, parts, wanted, integers), repeated(x)
+    made = _Gradients(x, parts, wanted, IntegerProducts(x, weight, wanted) if int8 else None)
     statistics = _statistics(x)
+    chunk = Chunk(made.buffer, outputs, target, column, form)
+    gradient = Gradient(made.buffer, coefficients, extra, extra_scale)
+    if made.by_library(chunk, statistics, None, gradient):
+        return _without_padding(made.sums, outputs)
+    launches = repeated(x)
     with exactly(x.device):
         for own, aim, known, scale, outside, grad_x in made.by_rows(
-            (_dense(target), 0), (statistics, 1), (coefficients, 1), (extra, 0)
+            (target, 0), (statistics, 1), (coefficients, 1), (extra, 0)
         ):
             y = made.room(len(own))
-            chunk = Chunk(y.whole, outputs, aim, column, form, launches)
-            gradient = Gradient(y.whole, scale, outside, extra_scale)
-            if made.by_library(chunk, known, None, gradient):
-                break
             multiply_parts(own, parts, y)
-            chunk_pass(chunk, known, None, gradient)
+            own_gradient = Gradient(y.whole, scale, outside, extra_scale)
+            own_chunk = Chunk(y.whole, outputs, aim, column, form, launches)
+            chunk_pass(own_chunk, known, None, own_gradient)
             made.add(y, own, aim, grad_x)
     return _without_padding(made.sums, outputs)
 
@@ -228,13 +233,13 @@ class _Gradients:
         self._size = chunk_rows(rows, width, x.element_size(), wanted[1] * width * inputs)
         if integers:
             self._size = -(-self._size // ALIGN) * ALIGN
-        self._buffer = x.new_empty((min(self._size, rows), width))
+        self.buffer = x.new_empty((min(self._size, rows), width))
         self._rooms: dict[int, Wide] = {}
         self.sums = gradients_of(x, width, wanted)
         if not rows:
             self.sums[1].zero_()
         self._grad_weight = [self.sums[1][part.columns] for part in parts] if wanted[1] else []
-        self._first, self._tried = True, False
+        self._first = True
 
     def by_rows(self, *others: tuple[Tensor | None, int]) -> Iterable[tuple[Any, ...]]:
         """Chunks of x, of ``others`` (each with the dimension its rows are in) and of g_x; None
@@ -252,7 +257,7 @@ class _Gradients:
     def room(self, rows: int) -> Wide:
         """For so many rows of y; the next chunk gets it, too."""
         if rows not in self._rooms:
-            self._rooms[rows] = wide(self._buffer[:rows], self._parts)
+            self._rooms[rows] = wide(self.buffer[:rows], self._parts)
         return self._rooms[rows]
 
     def by_library(
@@ -261,16 +266,24 @@ class _Gradients:
         statistics: Tensor,
         logits: Tensor | None,
         gradient: Gradient | None,
-        multiplied: bool = False,
+        checked: Tensor | None = None,
     ) -> bool:
-        """All chunks, of which these are the first one's tensors, by one call into C++, if that is
-        to be had. ``multiplied``: y is there already."""
-        tried, self._tried = self._tried, True
-        if tried or self._integers or not loop.serves(self._x):
+        """All chunks by one call into C++, if that is to be had.
+
+        Args:
+            chunk: all rows', but for y, if that is ``buffer``.
+            statistics: [4, R].
+            logits: what is written of them beside y.
+            gradient: all rows', but for its place, ``buffer``.
+            checked: labels to be found in range.
+        """
+        if self._integers or not len(self._x) or not loop.serves(self._x):
             return False
-        calls = calls_of(chunk, statistics, logits, gradient)
-        room = self.room(len(chunk.y)).whole
-        return loop.run(self._x, self._parts, room, multiplied, self.sums, calls)
+        calls = calls_of(chunk, statistics, logits, gradient, len(self.buffer))
+        kept = None if chunk.y is self.buffer else chunk.y
+        return loop.run(
+            *(self._x, self._parts, chunk.width, self.buffer, kept, self.sums, checked, calls)
+        )
 
     def add(self, g: Wide, x: Tensor, target: Tensor | None, grad_x: Tensor | None) -> None:
         """What rows of x whose gradient of y is ``g`` give; ``g`` may change."""
@@ -310,12 +323,11 @@ def _without_padding(
     return grad_x, grad_weight[:outputs], grad_bias[:outputs]
 
 
-def _valid(target: Tensor | None, weight: Tensor, outputs: int) -> Tensor | None:
-    """``target``, contiguous. On a GPU one out of range trips gather's assertion, as in the exact
-    graph; on a CPU whoever reads it raises."""
+def _check(target: Tensor | None, weight: Tensor, outputs: int) -> None:
+    """On a GPU a label out of range trips gather's assertion, as in the exact graph; on a CPU
+    whoever reads it raises."""
     if target is not None and target.is_cuda:
         weight.select(1, 0).narrow(0, 0, outputs).gather(0, target)
-    return _dense(target)
 
 
 def _dense(target: Tensor | None) -> Tensor | None:

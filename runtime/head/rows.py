@@ -80,15 +80,15 @@ def repeated(x: Tensor) -> Repeated | None:
 
 
 def calls_of(
-    chunk: Chunk, out: Tensor, logits: Tensor | None, gradient: Gradient | None
+    chunk: Chunk, out: Tensor, logits: Tensor | None, gradient: Gradient | None, rows: int
 ) -> list[Call]:
-    """``chunk_pass`` as launches of Triton's kernels: one where rows fill a GPU and nothing is
-    added to their gradient."""
+    """``chunk_pass`` as launches of Triton's kernels: one where a launch's ``rows`` fill a GPU and
+    nothing is added to their gradient."""
     from hot_compile.runtime.head.triton_kernels import gradient_call, statistics_call
 
     if gradient is None:
         return [statistics_call(chunk, out, logits)]
-    if gradient.extra is None and chunk.y.shape[0] >= _FILLING:
+    if gradient.extra is None and rows >= _FILLING:
         return [statistics_call(chunk, out, logits, gradient)]
     return [statistics_call(chunk, out, logits), gradient_call(chunk, out[1], gradient)]
 
@@ -103,7 +103,7 @@ def chunk_pass(
     out of range.
     """
     if has_triton(out):
-        for call in calls_of(chunk, out, logits, gradient):
+        for call in calls_of(chunk, out, logits, gradient, len(chunk.y)):
             call.launch(chunk.launches)
         return
     if gradient is not None:

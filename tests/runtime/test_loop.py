@@ -41,35 +41,37 @@ def test_products_of_all_chunks(padded, bias, monkeypatch):
     room = torch.full((5, width), torch.nan)
     weights = [part.weight for part in parts]
     biases = [part.bias for part in parts if part.bias is not None]
-    torch.ops.hot.head_chunks(x, weights, biases, room, False, *sums, 5, [], 0)
+    torch.ops.hot.head_chunks(x, weights, biases, None, 0, room, None, *sums, [], 0)
     y = torch.nn.functional.linear(x, torch.cat(weights), *biases)
     assert torch.allclose(room[:2], y[15:], atol=1e-5)
     for got, want in zip(sums, (y @ torch.cat(weights), y.t() @ x, y.sum(0)), strict=True):
         torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
-    room.fill_(2.0)
-    grad_x = torch.empty_like(x)
-    torch.ops.hot.head_chunks(
-        x, weights, biases, room, True, grad_x, x.new_empty(0), x.new_empty(0), 5, [], 0
-    )
+    kept, grad_x = torch.full((17, width), torch.nan), torch.empty_like(x)
+    room.fill_(2.0)  # as if that were the gradient
+    none = x.new_empty(0)
+    torch.ops.hot.head_chunks(x, weights, biases, None, 0, room, kept, grad_x, none, none, [], 0)
+    assert torch.allclose(kept, y, atol=1e-5)
     assert torch.allclose(grad_x, 2 * torch.cat(weights).sum(0).expand_as(x), atol=1e-4)
 
 
-def test_a_chunk_has_rows():
+def test_what_a_call_may_not_be_given():
     load_extension(head_extension())
     x, weight, _ = operands(3)
-    none = x.new_empty(0)
-    with pytest.raises(RuntimeError, match="got 0 rows a chunk, expected at least 1"):
-        torch.ops.hot.head_chunks(x, [weight], [], none, False, none, none, none, 0, [], 0)
+    none, room = x.new_empty(0), torch.empty(3, OUTPUTS)
+    given = (room, None, none, none, none, [], 0)
+    labels = torch.tensor([0, OUTPUTS - 1, 300])
+    torch.ops.hot.head_chunks(x, [weight], [], labels, OUTPUTS, *given)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        torch.ops.hot.head_chunks(x, [weight], [], labels, OUTPUTS - 1, *given)
+    with pytest.raises(RuntimeError, match="no room for a chunk"):
+        torch.ops.hot.head_chunks(x, [weight], [], None, 0, room[:0], *given[1:])
+    torch.ops.hot.head_chunks(x[:0], [weight], [], None, 0, room[:0], *given[1:])
 
 
-def calls(rows=32, form=None, **given):
-    y, out = torch.zeros(rows, 304), torch.zeros(4, rows)
-    chunk = Chunk(
-        y, OUTPUTS, torch.zeros(rows, dtype=torch.long), None, form or Form(1.0, False, 1.0)
-    )
-    return calls_of(
-        chunk, out, given.get("logits"), Gradient(y, torch.zeros(3, rows), given.get("extra"))
-    )
+def calls(rows):
+    y, out, target = torch.zeros(rows, 304), torch.zeros(4, rows), torch.zeros(rows).long()
+    chunk = Chunk(y, OUTPUTS, target, None, Form(1.0, False, 1.0))
+    return calls_of(chunk, out, None, Gradient(y, torch.zeros(3, rows)), rows)
 
 
 @dataclasses.dataclass(frozen=True)

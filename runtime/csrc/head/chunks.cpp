@@ -5,6 +5,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/gather.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/autocast_mode.h>
@@ -13,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 namespace {
@@ -120,21 +122,34 @@ void add_product(Tensor total, const Tensor& a, const Tensor& b, bool first) {
   }
 }
 
-void head_chunks(const Tensor& x, at::TensorList weights, at::TensorList biases, Tensor room,
-                 bool multiplied, Tensor grad_x, Tensor grad_weight, Tensor grad_bias,
-                 int64_t chunk, at::IntArrayRef launches, int64_t stream) {
-  TORCH_CHECK(chunk > 0, "hot::head_chunks: got ", chunk, " rows a chunk, expected at least 1");
+// A label out of range trips gather's assertion, as in the exact graph.
+void check_labels(const Tensor& x, const Tensor& target, int64_t outputs) {
+  x.select(1, 0).narrow(0, 0, 1).expand({outputs}).gather(0, target);
+}
+
+void head_chunks(const Tensor& x, at::TensorList weights, at::TensorList biases,
+                 const std::optional<Tensor>& target, int64_t outputs, Tensor room,
+                 std::optional<Tensor> logits, Tensor grad_x, Tensor grad_weight,
+                 Tensor grad_bias, at::IntArrayRef launches, int64_t stream) {
+  if (x.size(0) == 0) return;
+  const int64_t chunk = room.size(0);
+  TORCH_CHECK(chunk > 0, "hot::head_chunks: got no room for a chunk, expected that of a row");
   c10::OptionalDeviceGuard device(x.device());
   at::AutoDispatchBelowAutograd no_graph;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const std::vector<Launch> kernels = launches_of(launches);
   std::vector<Tensor> transposed;
   for (const Tensor& weight : weights) transposed.push_back(weight.t());
+  if (target.has_value()) check_labels(x, *target, outputs);
+  if (logits.has_value()) {
+    std::vector<Tensor> columns = columns_of(*logits, weights);
+    multiply(x, transposed, biases, columns);
+  }
   for (int64_t first = 0; first < x.size(0); first += chunk) {
     int64_t rows = std::min(chunk, x.size(0) - first);
     Tensor own = x.narrow(0, first, rows), g = room.narrow(0, 0, rows);
     std::vector<Tensor> columns = columns_of(g, weights);
-    if (!multiplied) multiply(own, transposed, biases, columns);
+    if (!logits.has_value()) multiply(own, transposed, biases, columns);
     for (const Launch& kernel : kernels) {
       kernel.run(first, rows, reinterpret_cast<void*>(stream));
     }
