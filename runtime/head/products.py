@@ -22,8 +22,7 @@ products are exact, or with ``int8`` those of ``integers.py``.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterable
+import dataclasses
 from typing import Any
 
 import torch
@@ -150,27 +149,10 @@ def both(
     as_made = not cap and outer == 1 and outputs == width_of(parts)
     whole = as_made and logits_dtype == x.dtype  # they are there anyway: one product makes them
     made = _Gradients(x, parts, wanted, IntegerProducts(x, weight, wanted) if int8 else None)
-    chunk = Chunk(logits if whole else made.buffer, outputs, target, column, form)
-    gradient = None if coefficients is None else Gradient(made.buffer, coefficients.contiguous())
+    chunk = Chunk(logits if whole else made.room, outputs, target, column, form)
+    gradient = None if coefficients is None else Gradient(made.room, coefficients.contiguous())
     left = None if whole or logits_dtype is None else logits
-    if made.by_library(chunk, statistics, left, gradient, target):
-        return statistics, logits, *_without_padding(made.sums, outputs)
-    _check(target, weight, outputs)
-    launches = repeated(x)
-    with exactly(x.device):
-        if whole:
-            multiply_parts(x, parts, wide(logits, parts))
-        for own, aim, known, scale, theirs, grad_x in made.by_rows(
-            (target, 0), (statistics, 1), (gradient and gradient.coefficients, 1), (logits, 0)
-        ):
-            g = made.room(len(own))
-            if not whole:
-                multiply_parts(own, parts, g)
-            y, left = (theirs, None) if whole else (g.whole, theirs)
-            own_gradient = None if scale is None else Gradient(g.whole, scale)
-            chunk_pass(Chunk(y, outputs, aim, column, form, launches), known, left, own_gradient)
-            if own_gradient is not None:
-                made.add(g, own, aim, grad_x)
+    made.run(chunk, statistics, left, gradient, target)
     return statistics, logits, *_without_padding(made.sums, outputs)
 
 
@@ -195,26 +177,11 @@ def gradients(
     Its softmax is that of the logits it makes itself: a product of another shape rounds some of
     them the other way, and in bf16 that is 6 % of a probability that should be 1.
     """
-    form, target = Form(inner, cap, outer), _dense(target)
-    coefficients = coefficients.contiguous()
     outputs, parts = width or weight.shape[0], parts_of(weight, bias)
     made = _Gradients(x, parts, wanted, IntegerProducts(x, weight, wanted) if int8 else None)
-    statistics = _statistics(x)
-    chunk = Chunk(made.buffer, outputs, target, column, form)
-    gradient = Gradient(made.buffer, coefficients, extra, extra_scale)
-    if made.by_library(chunk, statistics, None, gradient):
-        return _without_padding(made.sums, outputs)
-    launches = repeated(x)
-    with exactly(x.device):
-        for own, aim, known, scale, outside, grad_x in made.by_rows(
-            (target, 0), (statistics, 1), (coefficients, 1), (extra, 0)
-        ):
-            y = made.room(len(own))
-            multiply_parts(own, parts, y)
-            own_gradient = Gradient(y.whole, scale, outside, extra_scale)
-            own_chunk = Chunk(y.whole, outputs, aim, column, form, launches)
-            chunk_pass(own_chunk, known, None, own_gradient)
-            made.add(y, own, aim, grad_x)
+    chunk = Chunk(made.room, outputs, _dense(target), column, Form(inner, cap, outer))
+    gradient = Gradient(made.room, coefficients.contiguous(), extra, extra_scale)
+    made.run(chunk, _statistics(x), None, gradient)
     return _without_padding(made.sums, outputs)
 
 
@@ -230,64 +197,77 @@ class _Gradients:
     ) -> None:
         self._x, self._parts, self._integers = x, parts, integers
         (rows, inputs), width = x.shape, width_of(parts)
-        self._size = chunk_rows(rows, width, x.element_size(), wanted[1] * width * inputs)
+        size = chunk_rows(rows, width, x.element_size(), wanted[1] * width * inputs)
         if integers:
-            self._size = -(-self._size // ALIGN) * ALIGN
-        self.buffer = x.new_empty((min(self._size, rows), width))
-        self._rooms: dict[int, Wide] = {}
+            size = -(-size // ALIGN) * ALIGN
+        self.room = x.new_empty((min(size, rows), width))
+        self._wide: dict[int, Wide] = {}
         self.sums = gradients_of(x, width, wanted)
         if not rows:
             self.sums[1].zero_()
         self._grad_weight = [self.sums[1][part.columns] for part in parts] if wanted[1] else []
-        self._first = True
 
-    def by_rows(self, *others: tuple[Tensor | None, int]) -> Iterable[tuple[Any, ...]]:
-        """Chunks of x, of ``others`` (each with the dimension its rows are in) and of g_x; None
-        for what is not there. Each is cut by one call for all chunks."""
-        if not len(self._x):
-            return ()
-        given = ((self._x, 0), *others, (self.sums[0], 0))
-        return zip(*(self._cut(tensor, dim) for tensor, dim in given), strict=False)
-
-    def _cut(self, tensor: Tensor | None, dim: int) -> Iterable[Tensor | None]:
-        if tensor is None or not tensor.numel():
-            return itertools.repeat(None)
-        return tensor.split(self._size, dim)
-
-    def room(self, rows: int) -> Wide:
-        """For so many rows of y; the next chunk gets it, too."""
-        if rows not in self._rooms:
-            self._rooms[rows] = wide(self.buffer[:rows], self._parts)
-        return self._rooms[rows]
-
-    def by_library(
+    def run(
         self,
         chunk: Chunk,
         statistics: Tensor,
         logits: Tensor | None,
         gradient: Gradient | None,
         checked: Tensor | None = None,
-    ) -> bool:
-        """All chunks by one call into C++, if that is to be had.
+    ) -> None:
+        """Go through all chunks.
 
         Args:
-            chunk: all rows', but for y, if that is ``buffer``.
+            chunk: all rows'; its y, unless it is ``room``, is kept.
             statistics: [4, R].
             logits: what is written of them beside y.
-            gradient: all rows', but for its place, ``buffer``.
+            gradient: all rows', but for its place, ``room``.
             checked: labels to be found in range.
         """
-        if self._integers or not len(self._x) or not loop.serves(self._x):
-            return False
-        calls = calls_of(chunk, statistics, logits, gradient, len(self.buffer))
-        kept = None if chunk.y is self.buffer else chunk.y
-        return loop.run(
-            *(self._x, self._parts, chunk.width, self.buffer, kept, self.sums, checked, calls)
-        )
+        if not len(self._x):
+            return
+        kept = None if chunk.y is self.room else chunk.y
+        if not self._integers and loop.serves(self._x):
+            calls = calls_of(chunk, statistics, logits, gradient, len(self.room))
+            own = self._x, self._parts, chunk.width, self.room, kept, self.sums, checked
+            if loop.run(*own, calls):
+                return
+        _check(checked, self._x, chunk.width)
+        chunk = dataclasses.replace(chunk, launches=repeated(self._x))
+        with exactly(self._x.device):
+            if kept is not None:
+                multiply_parts(self._x, self._parts, wide(kept, self._parts))
+            for first in range(0, len(self._x), len(self.room)):
+                own_rows = slice(first, min(first + len(self.room), len(self._x)))
+                self._run_one(own_rows, chunk, statistics, logits, gradient)
 
-    def add(self, g: Wide, x: Tensor, target: Tensor | None, grad_x: Tensor | None) -> None:
+    def _run_one(
+        self,
+        own: slice,
+        chunk: Chunk,
+        statistics: Tensor,
+        logits: Tensor | None,
+        gradient: Gradient | None,
+    ) -> None:
+        x, g = self._x[own], self._wide_room(own.stop - own.start)
+        y = chunk.y[own]
+        if chunk.y is self.room:
+            y = g.whole
+            multiply_parts(x, self._parts, g)
+        mine, made = chunk.of_rows(own, y), gradient and gradient.of_rows(own, g.whole)
+        chunk_pass(mine, statistics[:, own], None if logits is None else logits[own], made)
+        if made is not None:
+            self._add(g, own, mine.target)
+
+    def _wide_room(self, rows: int) -> Wide:
+        """``room`` for so many rows."""
+        if rows not in self._wide:
+            self._wide[rows] = wide(self.room[:rows], self._parts)
+        return self._wide[rows]
+
+    def _add(self, g: Wide, own: slice, target: Tensor | None) -> None:
         """What rows of x whose gradient of y is ``g`` give; ``g`` may change."""
-        first, self._first = self._first, False  # nothing is there yet to add to
+        x, grad_x = self._x[own], self.sums[0][own] if self.sums[0].numel() else None
         if self.sums[2].numel():
             self.sums[2].add_(g.whole.sum(0, dtype=torch.float32))
         if self._integers:
@@ -295,8 +275,8 @@ class _Gradients:
             return
         if grad_x is not None:
             multiply_back(g, self._parts, grad_x)
-        for total, own in zip(self._grad_weight, g.transposed, strict=False):
-            add_product(total, own, x, first)
+        for total, part in zip(self._grad_weight, g.transposed, strict=False):
+            add_product(total, part, x, own.start == 0)  # nothing is there yet to add to
 
 
 def _logits(x: Tensor, outputs: int, dtype: torch.dtype | None) -> Tensor:
@@ -323,11 +303,11 @@ def _without_padding(
     return grad_x, grad_weight[:outputs], grad_bias[:outputs]
 
 
-def _check(target: Tensor | None, weight: Tensor, outputs: int) -> None:
+def _check(target: Tensor | None, x: Tensor, outputs: int) -> None:
     """On a GPU a label out of range trips gather's assertion, as in the exact graph; on a CPU
     whoever reads it raises."""
     if target is not None and target.is_cuda:
-        weight.select(1, 0).narrow(0, 0, outputs).gather(0, target)
+        x.select(1, 0)[:1].expand(outputs).gather(0, target)
 
 
 def _dense(target: Tensor | None) -> Tensor | None:

@@ -52,6 +52,11 @@ class Gradient:
     extra: Tensor | None = None
     extra_scale: float = 1.0
 
+    def of_rows(self, own: slice, out: Tensor) -> Gradient:
+        """Of some of the rows, at a place of theirs."""
+        extra = None if self.extra is None else self.extra[own]
+        return Gradient(out, self.coefficients[:, own], extra, self.extra_scale)
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -68,6 +73,11 @@ class Chunk:
     form: Form
     launches: Repeated | None = None
     """What launched the kernels of the chunks before it; None: it is the only one."""
+
+    def of_rows(self, own: slice, y: Tensor) -> Chunk:
+        """Some of the rows, whose product is ``y``."""
+        target = None if self.target is None else self.target[own]
+        return dataclasses.replace(self, y=y, target=target)
 
 
 def repeated(x: Tensor) -> Repeated | None:

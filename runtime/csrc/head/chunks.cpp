@@ -1,14 +1,14 @@
 // The chunks of a head, one behind the other: the library's products, and launches of kernels that
 // Triton compiled. Its host then makes a step's launches without Python between them.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 #include <torch/library.h>
@@ -129,8 +129,8 @@ void check_labels(const Tensor& x, const Tensor& target, int64_t outputs) {
 
 void head_chunks(const Tensor& x, at::TensorList weights, at::TensorList biases,
                  const std::optional<Tensor>& target, int64_t outputs, Tensor room,
-                 std::optional<Tensor> logits, Tensor grad_x, Tensor grad_weight,
-                 Tensor grad_bias, at::IntArrayRef launches, int64_t stream) {
+                 std::optional<Tensor> logits, Tensor grad_x, Tensor grad_weight, Tensor grad_bias,
+                 at::IntArrayRef launches, int64_t stream) {
   if (x.size(0) == 0) return;
   const int64_t chunk = room.size(0);
   TORCH_CHECK(chunk > 0, "hot::head_chunks: got no room for a chunk, expected that of a row");
