@@ -164,6 +164,7 @@ def _kernel(call: Call, rows: int, chunk: int) -> Kernel | None:
 
 def _bits(arg: Any) -> int:
     """An argument as CUDA gets it."""
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    return struct.unpack("<i", struct.pack("<f", arg))[0] if isinstance(arg, float) else arg
+    own = type(arg)
+    if own is int:
+        return arg
+    return struct.unpack("<i", struct.pack("<f", arg))[0] if own is float else arg.data_ptr()

@@ -240,11 +240,10 @@ class Repeated:
 
 def kind_of(arg: Any) -> Any:
     """All of an argument that a kernel may rest on."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % ALIGNED
-    if isinstance(arg, int) and not isinstance(arg, bool):
+    own = type(arg)
+    if own is int:
         return arg == 1, arg % ALIGNED == 0, arg.bit_length() > 31
-    return arg
+    return arg if own is bool or own is float else (arg.dtype, arg.data_ptr() % ALIGNED)
 
 
 def statistics_call(
