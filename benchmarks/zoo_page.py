@@ -37,6 +37,7 @@ def _summary(rows: Sequence[Result], failed: Sequence[Result]) -> list[str]:
     """What was measured, when and by what tree, and what is to be looked at."""
     trees = Counter(r.tree or "unknown" for r in rows).most_common()
     made = rows[0].environment if rows else {}
+    devices = Counter(r.environment.get("device") for r in rows).most_common()
     dates = sorted({r.date for r in rows})
     fell = [r for r in rows if "goes on" in r.notes]
     whole = [r for r in fell if "as stock Inductor" in r.notes]
@@ -46,7 +47,7 @@ def _summary(rows: Sequence[Result], failed: Sequence[Result]) -> list[str]:
     both = [r for r in rows if r.hot_kernels_ms and r.stock_kernels_ms]
     said = [
         f"{' to '.join(dates[:1] + dates[1:][-1:])}, torch {made.get('torch')}, "
-        f"{made.get('device')}; commits, and their models: {', '.join(map(_counted, trees))}.",
+        f"{' and '.join(map(_counted, devices))}; commits, and their models: {', '.join(map(_counted, trees))}.",
         f"{len(rows)} ran, {len(failed)} failed ({_names(failed)}).",
         f"Compiled again without a part of hot or of Inductor: {len(fell)} ({_names(fell)}), "
         f"{len(whole)} of them as stock. Stock fails at {len(alone)} that ran ({_names(alone)}).",
