@@ -47,7 +47,8 @@ def _summary(rows: Sequence[Result], failed: Sequence[Result]) -> list[str]:
     both = [r for r in rows if r.hot_kernels_ms and r.stock_kernels_ms]
     said = [
         f"{' to '.join(dates[:1] + dates[1:][-1:])}, torch {made.get('torch')}, "
-        f"{' and '.join(map(_counted, devices))}; commits, and their models: {', '.join(map(_counted, trees))}.",
+        f"{' and '.join(map(_counted, devices))}; commits, and their models: "
+        f"{', '.join(map(_counted, trees))}.",
         f"{len(rows)} ran, {len(failed)} failed ({_names(failed)}).",
         f"Compiled again without a part of hot or of Inductor: {len(fell)} ({_names(fell)}), "
         f"{len(whole)} of them as stock. Stock fails at {len(alone)} that ran ({_names(alone)}).",
