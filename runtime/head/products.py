@@ -99,7 +99,7 @@ def chunk_rows(rows: int, columns: int, itemsize: int, grad_weight: int) -> int:
     if even < _LINES:
         return even
     whole = 128 if even >= 512 else _LINES  # tiles of a product
-    return -(-even // whole) * whole
+    return min(rows, -(-even // whole) * whole)
 
 
 def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -209,3 +209,5 @@ def test_chunks_cover_the_rows_evenly():
         size = head.chunk_rows(rows, 50257, 2, grad_weight)
         chunks = -(-rows // size)
         assert size * (chunks - 1) < rows <= size * chunks
+        assert size <= rows
+        assert chunks == 1 or size < 16 or size % 16 == 0
