@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import hot_compile
 from hot_compile import cli
 from hot_compile.cli import app, doctor
+from hot_compile.runtime.native import build as building
 
 NARROW = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
 
@@ -94,6 +95,14 @@ def test_without_inductors_cache_nothing_is_ready(tmp_path):
     assert str(tmp_path / "file" / "x") in told["Inductor's cache"]
     assert "NotADirectoryError" in told["cpu"]
     assert told["ready"] == []
+
+
+def test_all_libraries_of_a_device_are_built(monkeypatch):
+    monkeypatch.setattr(building, "load", lambda device: f"of_{device}.so")
+    monkeypatch.setattr(building, "load_extension", lambda extension: f"{extension.name}.so")
+    assert invoke("build", "--device", "cpu").split() == ["cpu:", "of_cpu.so"]
+    built = invoke("build", "--device", "cuda").split()
+    assert built == ["cuda:", "hot_head.so", "cuda:", "of_cuda.so"]
 
 
 def test_findings_are_forgotten(tmp_path, monkeypatch):

@@ -210,11 +210,12 @@ def build(
     """Build the operators now rather than at the first torch.compile."""
     for device_type in [device] if device else _devices():
         try:
-            path = building.load(device_type)
+            paths = building.load_all(device_type)
         except BuildError as error:
             console.print(Text(f"{device_type}: {error}", style="red"))
             raise typer.Exit(1) from None
-        console.print(Text(f"{device_type}: {path}"))
+        for path in paths:
+            console.print(Text(f"{device_type}: {path}"))
 
 
 app.command(rich_help_panel=MACHINE, epilog="Example: hot-compile doctor")(doctor.doctor)

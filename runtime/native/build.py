@@ -28,7 +28,12 @@ from rich.console import Console
 import hot_compile.runtime.ops  # noqa: F401  (schemas must exist before implementations)
 from hot_compile.errors import BuildError
 from hot_compile.progress import progress
-from hot_compile.runtime.native.extensions import Extension, Source, cpu_extension
+from hot_compile.runtime.native.extensions import (
+    Extension,
+    Source,
+    cpu_extension,
+    head_extension,
+)
 from hot_compile.runtime.native.toolkit import cuda_extension
 
 TIMED_AS = "hot_compile.build"
@@ -239,6 +244,12 @@ def load(device_type: str) -> Path:
     Idempotent. Raises BuildError as ``load_extension`` does.
     """
     return load_extension(extension_for(device_type))
+
+
+def load_all(device_type: str) -> list[Path]:
+    """Everything that a model on such a device may use. Raises BuildError as ``load`` does."""
+    heads = [load_extension(head_extension())] if device_type == "cuda" else []
+    return [*heads, load(device_type)]
 
 
 def load_extension(extension: Extension) -> Path:
