@@ -10,6 +10,7 @@ itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -47,6 +48,8 @@ _OTHERWISE = "launch_cooperative_grid", "launch_pdl", "instrumentation_mode"
 """Of a kernel's metadata: what is not empty where it is launched in another way."""
 _TYPES = {"i32": int, "i64": int, "fp32": float}
 """Of arguments that are no tensors, by Triton's name of their type."""
+_UNKNOWN = AttributeError, KeyError, TypeError, ValueError, AssertionError
+"""What looking at a kernel raises that another Triton made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +161,9 @@ def _kernel(call: Call, rows: int, chunk: int) -> Kernel | None:
     known = _kernels(call.args[0].device.index)
     kind = (call.kernel, *map(kind_of, call.args))
     if kind not in known:
-        known[kind] = Kernel.of(call)
+        known[kind] = None
+        with contextlib.suppress(*_UNKNOWN):
+            known[kind] = Kernel.of(call)
     return known[kind]
 
 

@@ -249,12 +249,11 @@ class _Gradients:
         logits: Tensor | None,
         gradient: Gradient | None,
     ) -> None:
-        x, g = self._x[own], self._wide_room(own.stop - own.start)
-        y = chunk.y[own]
-        if chunk.y is self.room:
-            y = g.whole
-            multiply_parts(x, self._parts, g)
-        mine, made = chunk.of_rows(own, y), gradient and gradient.of_rows(own, g.whole)
+        g, kept = self._wide_room(own.stop - own.start), chunk.y is not self.room
+        if not kept:
+            multiply_parts(self._x[own], self._parts, g)
+        mine = chunk.of_rows(own, chunk.y[own] if kept else g.whole)
+        made = gradient and gradient.of_rows(own, g.whole)
         chunk_pass(mine, statistics[:, own], None if logits is None else logits[own], made)
         if made is not None:
             self._add(g, own, mine.target)

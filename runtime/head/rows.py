@@ -67,7 +67,7 @@ class Chunk:
     width: int
     """O'."""
     target: Tensor | None
-    """[R], counted from the chunk's first column; another column's lies outside 0..O'-1."""
+    """[R]."""
     column: Tensor | None
     """[O']."""
     form: Form

@@ -199,12 +199,13 @@ class Call:
     kernel: Any
     grid: tuple[int, int, int]
     args: tuple[Any, ...]
-    """In the kernel's order; behind them it has none."""
+    """All of the kernel's, in its order."""
     steps: tuple[int, ...]
-    """Of the first of ``args``: bytes from what belongs to a row to what does to the next."""
+    """For each of ``args``: bytes from a row's part of a tensor to the next row's, or 0, which is
+    left out at the end."""
 
     def launch(self, launches: Repeated | None) -> None:
-        """Launch it."""
+        """``launches``: of the chunks before this one's; None: there are none."""
         if self.grid[0]:
             (launches or Repeated()).launch(self.kernel, self.grid, *self.args)
 
