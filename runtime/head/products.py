@@ -149,10 +149,11 @@ def both(
     as_made = not cap and outer == 1 and outputs == width_of(parts)
     whole = as_made and logits_dtype == x.dtype  # they are there anyway: one product makes them
     made = _Gradients(x, parts, wanted, IntegerProducts(x, weight, wanted) if int8 else None)
-    chunk = Chunk(logits if whole else made.room, outputs, target, column, form)
-    gradient = None if coefficients is None else Gradient(made.room, coefficients.contiguous())
+    room = logits if whole and coefficients is None else made.new_room()
+    chunk = Chunk(logits if whole else room, outputs, target, column, form)
+    gradient = None if coefficients is None else Gradient(room, coefficients.contiguous())
     left = None if whole or logits_dtype is None else logits
-    made.run(chunk, statistics, left, gradient, target)
+    made.run(chunk, statistics, left, gradient, whole, target)
     return statistics, logits, *_without_padding(made.sums, outputs)
 
 
@@ -179,14 +180,15 @@ def gradients(
     """
     outputs, parts = width or weight.shape[0], parts_of(weight, bias)
     made = _Gradients(x, parts, wanted, IntegerProducts(x, weight, wanted) if int8 else None)
-    chunk = Chunk(made.room, outputs, _dense(target), column, Form(inner, cap, outer))
-    gradient = Gradient(made.room, coefficients.contiguous(), extra, extra_scale)
+    room = made.new_room()
+    chunk = Chunk(room, outputs, _dense(target), column, Form(inner, cap, outer))
+    gradient = Gradient(room, coefficients.contiguous(), extra, extra_scale)
     made.run(chunk, _statistics(x), None, gradient)
     return _without_padding(made.sums, outputs)
 
 
 class _Gradients:
-    """g_x, g_w and g_b as chunks of rows make them, and room for a chunk's y, which all use."""
+    """g_x, g_w and g_b, as chunks of rows make them."""
 
     def __init__(
         self,
@@ -200,12 +202,16 @@ class _Gradients:
         size = chunk_rows(rows, width, x.element_size(), wanted[1] * width * inputs)
         if integers:
             size = -(-size // ALIGN) * ALIGN
-        self.room = x.new_empty((min(size, rows), width))
+        self._room = min(size, rows), width
         self._wide: dict[int, Wide] = {}
         self.sums = gradients_of(x, width, wanted)
         if not rows:
             self.sums[1].zero_()
         self._grad_weight = [self.sums[1][part.columns] for part in parts] if wanted[1] else []
+
+    def new_room(self) -> Tensor:
+        """For y of a chunk, and then its gradient; all chunks use it."""
+        return self._x.new_empty(self._room)
 
     def run(
         self,
@@ -213,55 +219,50 @@ class _Gradients:
         statistics: Tensor,
         logits: Tensor | None,
         gradient: Gradient | None,
+        kept: bool = False,
         checked: Tensor | None = None,
     ) -> None:
         """Go through all chunks.
 
         Args:
-            chunk: all rows'; its y, unless it is ``room``, is kept.
+            chunk: all rows'; y is a chunk's room, or all rows' if it is kept.
             statistics: [4, R].
             logits: what is written of them beside y.
-            gradient: all rows', but for its place, ``room``.
+            gradient: all rows', but for its place, a chunk's room; without one, y that is kept is
+                one chunk.
+            kept: y is.
             checked: labels to be found in range.
         """
-        if not len(self._x):
+        rows, room = len(self._x), chunk.y if gradient is None else gradient.out
+        if not rows:
             return
-        kept = None if chunk.y is self.room else chunk.y
         if not self._integers and loop.serves(self._x):
-            calls = calls_of(chunk, statistics, logits, gradient, len(self.room))
-            own = self._x, self._parts, chunk.width, self.room, kept, self.sums, checked
-            if loop.run(*own, calls):
+            calls = calls_of(chunk, statistics, logits, gradient, len(room))
+            own = self._x, self._parts, chunk.width, room, chunk.y if kept else None, self.sums
+            if loop.run(*own, checked, calls):
                 return
         _check(checked, self._x, chunk.width)
         chunk = dataclasses.replace(chunk, launches=repeated(self._x))
         with exactly(self._x.device):
-            if kept is not None:
-                multiply_parts(self._x, self._parts, wide(kept, self._parts))
-            for first in range(0, len(self._x), len(self.room)):
-                own_rows = slice(first, min(first + len(self.room), len(self._x)))
-                self._run_one(own_rows, chunk, statistics, logits, gradient)
+            if kept:
+                multiply_parts(self._x, self._parts, wide(chunk.y, self._parts))
+            for first in range(0, rows, len(room)):
+                part = slice(first, min(first + len(room), rows))
+                g = self._wide_room(room, part)
+                if not kept:
+                    multiply_parts(self._x[part], self._parts, g)
+                mine = chunk.of_rows(part, chunk.y[part] if kept else g.whole)
+                made = gradient and gradient.of_rows(part, g.whole)
+                left = None if logits is None else logits[part]
+                chunk_pass(mine, statistics[:, part], left, made)
+                if made is not None:
+                    self._add(g, part, mine.target)
 
-    def _run_one(
-        self,
-        own: slice,
-        chunk: Chunk,
-        statistics: Tensor,
-        logits: Tensor | None,
-        gradient: Gradient | None,
-    ) -> None:
-        g, kept = self._wide_room(own.stop - own.start), chunk.y is not self.room
-        if not kept:
-            multiply_parts(self._x[own], self._parts, g)
-        mine = chunk.of_rows(own, chunk.y[own] if kept else g.whole)
-        made = gradient and gradient.of_rows(own, g.whole)
-        chunk_pass(mine, statistics[:, own], None if logits is None else logits[own], made)
-        if made is not None:
-            self._add(g, own, mine.target)
-
-    def _wide_room(self, rows: int) -> Wide:
-        """``room`` for so many rows."""
+    def _wide_room(self, room: Tensor, own: slice) -> Wide:
+        """Of a chunk's rows."""
+        rows = own.stop - own.start
         if rows not in self._wide:
-            self._wide[rows] = wide(self.room[:rows], self._parts)
+            self._wide[rows] = wide(room[:rows], self._parts)
         return self._wide[rows]
 
     def _add(self, g: Wide, own: slice, target: Tensor | None) -> None:

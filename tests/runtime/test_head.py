@@ -204,6 +204,20 @@ def test_logits_for_the_caller_are_one_product(monkeypatch):
         assert (len(made) == 1) == (dtype is torch.float32 and not padded)
 
 
+def test_kept_logits_without_a_gradient_take_no_room(monkeypatch):
+    """They are one chunk, where their rows are as long as the product's."""
+    x, weight, *others = operands(50)
+    given, taken = (x, weight, *others, *FORMS["plain"]), []
+    own = head._Gradients.new_room
+    monkeypatch.setattr(head._Gradients, "new_room", lambda made: taken.append(made) or own(made))
+    statistics, logits = torch.ops.hot.head_statistics(*given, torch.float32)
+    padded = head_parts.missing_outputs(weight) > 0
+    assert len(taken) == padded
+    torch.testing.assert_close(logits, torch.mm(x, weight.t()))
+    close(statistics, torch.ops.hot.head_statistics(*given, None)[0].double(), torch.float32)
+    assert len(taken) == 1 + padded
+
+
 def test_chunks_cover_the_rows_evenly():
     for rows, grad_weight in itertools.product((1, 7, 8192, 8191), (50257 * 768, 0)):
         size = head.chunk_rows(rows, 50257, 2, grad_weight)
