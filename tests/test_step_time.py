@@ -40,6 +40,28 @@ def test_a_step_is_its_products_and_what_they_move():
     assert 0 < SLACK <= 0.03, "the bar: never more than 3 % slower than stock"
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "made", "products"),
+    [
+        ((64, 32), (4, 32, 48), (64, 48), 64 * 32 * 48),
+        ((32, 64), (64, 48), (4, 32, 48), 64 * 32 * 48),
+        ((4, 48, 32), (32, 64), (48, 64), 64 * 32 * 48),
+        ((4, 16, 32), (4, 32, 48), (4, 16, 48), 64 * 32 * 48),
+    ],
+)
+def test_products_in_groups_count(a, b, made, products):
+    """Each row is multiplied by one matrix, each element of a matrix's gradient a group's rows."""
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in "ab"]
+    product = graph.call_function(aten._grouped_mm.default, tuple(given))
+    values = [torch.empty(size, dtype=torch.bfloat16) for size in (a, b, made)]
+    for node, value in zip((*given, product), values, strict=True):
+        node.meta["val"] = value
+    moved = 2 * sum(t.nbytes for t in values) / A100.copy
+    expected = moved + 2 * products / A100.exact["bfloat16"]
+    assert step_time(graph, lambda _: A100).device == pytest.approx(expected)
+
+
 def test_what_torch_does_not_count_makes_a_step_shorter_only():
     rates, graph = A100, fx.Graph()
     q, k = graph.placeholder("q"), graph.placeholder("k")

@@ -88,8 +88,15 @@ BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 """Likewise of batches: attention by hand."""
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 """Linear in either factor."""
-LAYER_PRODUCTS = MATRIX_PRODUCTS.keys() | CONVOLUTIONS
-"""A layer's."""
+GROUPED_PRODUCTS = {aten._grouped_mm.default}
+"""Likewise of rows in groups, each of which has a matrix of its own: experts."""
+LIBRARIES_GROUPED_PRODUCTS = {
+    "transformers::grouped_mm_fallback",
+    "transformers::grouped_mm_fallback_backward",
+}
+"""Names of those that ATen does not have: of Transformers' experts in fp32."""
+LAYER_PRODUCTS = MATRIX_PRODUCTS.keys() | CONVOLUTIONS | GROUPED_PRODUCTS
+"""A layer's; ``is_layer_product`` knows the libraries', too."""
 
 SUMS_OF_TWO = {aten.add.Tensor, aten.sub.Tensor}
 """One tensor and another, or less another."""
@@ -151,6 +158,20 @@ GENTLE = {
 }
 """No pole, no jump in a value, no slope above about one: a small change of an operand is a small
 one of the result."""
+
+
+def is_layer_product(node: fx.Node) -> bool:
+    """Its operator is a layer's product, of the forward or the backward."""
+    return node.target in LAYER_PRODUCTS or is_grouped_product(node)
+
+
+def is_grouped_product(node: fx.Node) -> bool:
+    """Its operator multiplies groups of rows, each by a matrix of its own."""
+    if node.target in GROUPED_PRODUCTS:
+        return True
+    target = node.target
+    own = isinstance(target, torch._ops.OpOverload)
+    return own and target.name() in LIBRARIES_GROUPED_PRODUCTS
 
 
 def is_pointwise(node: fx.Node) -> bool:

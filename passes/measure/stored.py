@@ -20,10 +20,10 @@ from hot_compile.passes.base.graph import aten, is_ours, made_of_tangents, makes
 from hot_compile.passes.base.operators import (
     BATCHED_PRODUCTS,
     CASTS,
-    LAYER_PRODUCTS,
     MOVES,
     SUMS,
     VIEWS,
+    is_layer_product,
 )
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.profile.profile import StorageMeasure
@@ -319,4 +319,4 @@ def _is_product(node: object) -> bool:
     name = getattr(node.target, "__name__", "")
     attention = "attention" in name and "backward" in name
     ours = is_ours(node)
-    return attention or ours or node.target in LAYER_PRODUCTS or node.target in BATCHED_PRODUCTS
+    return attention or ours or is_layer_product(node) or node.target in BATCHED_PRODUCTS

@@ -25,10 +25,10 @@ from hot_compile.passes.base.graph import (
 from hot_compile.passes.base.operators import (
     CASTS,
     FLOATS,
-    LAYER_PRODUCTS,
     REDUCTIONS,
     SPLITS,
     VIEWS,
+    is_layer_product,
     is_pointwise,
 )
 from hot_compile.passes.base.schemes import Kind, Scheme
@@ -131,7 +131,7 @@ class Judge:
         self.given = frozenset(named_inputs(forward, inputs.made))
         """Inputs that another graph made, and nobody but autograd may keep."""
         self._learned = closure(n for n in forward.nodes if n in self.given or _is_layer(n))
-        self._mixed = closure(n for n in forward.nodes if n.target in LAYER_PRODUCTS or is_ours(n))
+        self._mixed = closure(n for n in forward.nodes if is_layer_product(n) or is_ours(n))
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
         heads = {node.name for node in self._activations if is_packed(node)}
@@ -286,7 +286,7 @@ def is_packed(node: fx.Node) -> bool:
 
 def _is_layer(node: fx.Node) -> bool:
     """It makes of data what a network has learned of it."""
-    return node.target in LAYER_PRODUCTS or is_ours(node) or node.target is aten.embedding.default
+    return is_layer_product(node) or is_ours(node) or node.target is aten.embedding.default
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
@@ -302,7 +302,7 @@ def _products(forward: fx.Graph, activations: Set[fx.Node]) -> dict[str, int]:
     products and parameters alone, element by element."""
     found: dict[str, int] = {}
     for node in forward.nodes:
-        if node.target in LAYER_PRODUCTS or is_ours(node):
+        if is_layer_product(node) or is_ours(node):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 found[node.name] = hint(value.numel())

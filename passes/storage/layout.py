@@ -44,6 +44,7 @@ _MARK = "hot_channels_last"
 GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
+_MOST_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,9 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
     if any(hint(strides[d]) == 0 and hint(sizes[d]) > 1 for d in range(value.dim())):
         return "expanded: its memory is smaller than it looks"
     order = sorted(range(value.dim()), key=lambda d: (hint(sizes[d]) > 1, -hint(strides[d])))
-    run, outer = 1, len(order)
+    run, outer, step = 1, len(order), step_of(value)
     for dim in reversed(order):
-        if not isinstance(sizes[dim], int) or (sizes[dim] > 1 and strides[dim] != run):
+        if not isinstance(sizes[dim], int) or (sizes[dim] > 1 and strides[dim] != run * step):
             break
         run, outer = run * sizes[dim], outer - 1
     innermost = sizes[order[-1]] if outer < len(order) else run
@@ -93,6 +94,14 @@ def layout_of(value: Tensor, scheme: Scheme) -> Layout | str:
     if group is None:
         return f"its innermost {run} contiguous elements do not divide into groups"
     return Layout(tuple(order), outer, (run // lanes // group, group, lanes), (-2,))
+
+
+def step_of(value: Tensor) -> int:
+    """From an element of ``value`` (fake) to the next in memory: 2 for every other one of a row, as
+    where a gate and what it is for take turns. Whoever reads it reads what lies between, too."""
+    steps = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    step = min(map(hint, steps), default=1)
+    return step if 1 < step <= _MOST_STEPS else 1
 
 
 def packed_bytes(value: Tensor, scheme: Scheme, sample: Sample = ()) -> int:

@@ -22,6 +22,7 @@ from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, elements_of, hint
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.storage.crossers import Crosser
+from hot_compile.passes.storage.layout import step_of
 
 StoragePrice = Callable[[Crosser, Scheme], float | None]
 """Seconds that a scheme costs a step; None: the device has no rates."""
@@ -45,7 +46,8 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
     """Predicted time of packing and restoring ``crosser``, less what exact storage takes."""
     if scheme is Scheme.EXACT:
         return 0.0
-    (whole, held), elements = held_bytes(crosser, scheme), elements_of(crosser.saved.meta["val"])
+    (whole, held), value = held_bytes(crosser, scheme), crosser.saved.meta["val"]
+    elements = elements_of(value)
     alone = (whole + held) / rates.packing
     alone += rates.start if rates.asynchronous else rates.launch
     packed, restored = alone, alone
@@ -53,10 +55,11 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
         packed = held / rates.copy + _arithmetic(whole + held, elements, rates)
     if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(whole, held, elements, rates)
+    packed += (step_of(value) - 1) * whole / rates.copy
     if scheme.spec.around:  # its mean is found by a kernel that reads all of it
         packed += whole / rates.copy + rates.start
     if scheme.spec.unit is Unit.CHANNEL:
-        channels = hint(crosser.saved.meta["val"].shape[CHANNEL_DIM])
+        channels = hint(value.shape[CHANNEL_DIM])
         packed += _BY_CHANNEL * rates.start * (1 + _FEW_CHANNELS / channels)
     return packed + restored
 

@@ -38,13 +38,13 @@ from hot_compile.passes.base.operators import (
     BATCHED_PRODUCTS,
     CASTS,
     FLOATS,
-    LAYER_PRODUCTS,
     LINEAR_IN_GRADIENT,
     MOVES,
     REDUCTIONS,
     SHAPE_ONLY,
     SUMS_OF_TWO,
     VIEWS,
+    is_layer_product,
     is_pointwise,
 )
 from hot_compile.passes.base.site import hint
@@ -340,7 +340,7 @@ def _numel(node: fx.Node) -> Any:
 
 def _is_product(node: fx.Node) -> bool:
     ours = is_ours(node)
-    return ours or node.target in LAYER_PRODUCTS or node.target in BATCHED_PRODUCTS
+    return ours or is_layer_product(node) or node.target in BATCHED_PRODUCTS
 
 
 def _is_checkpointed(node: fx.Node) -> bool:
@@ -383,7 +383,7 @@ RULES: tuple[Rule, ...] = (
     Rule("a product of two activations: attention by hand", True,
          lambda _, user: user.target in BATCHED_PRODUCTS,
          _Reader.batched, "in 12 bits, likewise"),
-    Rule("a layer's product", True, lambda _, user: user.target in LAYER_PRODUCTS or is_ours(user),
+    Rule("a layer's product", True, lambda _, user: is_layer_product(user) or is_ours(user),
          _Reader.product, "rounded: the gradient's relative error is the tensor's"),
     Rule("a loss inside the graph: what comes before the first product of the backward", True,
          lambda reading, user: user not in reading.known.settled,

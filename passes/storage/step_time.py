@@ -22,8 +22,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from hot_compile.passes.base.operators import CONVOLUTIONS, REDUCTIONS, VIEWS
-from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.base.operators import (
+    CONVOLUTIONS,
+    REDUCTIONS,
+    VIEWS,
+    is_grouped_product,
+)
+from hot_compile.passes.base.site import bytes_of, elements_of, hint
 from hot_compile.passes.cost.conv import products_of
 from hot_compile.passes.cost.linear import Rates
 from hot_compile.passes.storage.prices import LAUNCH, fuses, readers
@@ -98,7 +103,7 @@ def step_time(
     total, launch = 0.0, 0.0
     for node in graph.nodes:
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if node.op != "call_function" or count is None:
+        if node.op != "call_function" or not (count or is_grouped_product(node)):
             continue
         args, kwargs, result = pytree.tree_map_only(
             fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs, node)
@@ -128,12 +133,24 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def _operations(
-    node: fx.Node, count: Callable[..., Any], args: Any, kwargs: Any, result: Any
+    node: fx.Node, count: Callable[..., Any] | None, args: Any, kwargs: Any, result: Any
 ) -> int:
     """As PyTorch counts them; 0, so a shorter step, where it refuses shapes."""
     if node.target in CONVOLUTIONS:
         return 2 * products_of(args, result)
+    if count is None:
+        return 2 * _grouped_products(args, result)
     try:
         return hint(count(*args, **kwargs, out_val=result))
     except Exception:
         return 0
+
+
+def _grouped_products(args: Any, result: Any) -> int:
+    """Multiplications of a product in groups, each of whose rows one matrix is applied to; of a
+    library's backward, which gives both gradients, twice that."""
+    a, b = args[:2]
+    gradients = 1 if isinstance(result, torch.Tensor) else 2
+    if a.dim() > b.dim():  # the columns are in groups
+        return gradients * elements_of(b) * hint(a.shape[-2])
+    return gradients * elements_of(a) * hint(b.shape[-1])

@@ -113,6 +113,9 @@ def by_hand():
             ((x[None, :, :5], x[None], [1, 2], [1, 1], [0, 0], False, True, None), {})
         ],
     }
+    whole = torch.randint(-2, 3, (6, 16)).bfloat16(), torch.randint(-2, 3, (2, 16, 8)).bfloat16()
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    found[aten._grouped_mm.default] = [(whole, {"offs": ends})]
     for fused in table.FUSED:
         found[fused] = [((x, x + 1, x - 1), {})]
     return found
@@ -274,6 +277,7 @@ CLAIMS = {
     "MATRIX_PRODUCTS": product,
     "BATCHED_PRODUCTS": product,
     "CONVOLUTIONS": product,
+    "GROUPED_PRODUCTS": product,
     "MULTIPLES": linear_in_first,
     "SUMS": linear_in_first,
     "SCALED": linear_in_first,
