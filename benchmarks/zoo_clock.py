@@ -109,30 +109,42 @@ def _held(alone: FileLock, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def built_by(
-    make: Callable[[], zoo_models.Built], batch: int, device: torch.device
+    make: Callable[[], zoo_models.Built], batch: int, device: torch.device, bf16: bool = False
 ) -> zoo_models.Built:
-    """A model of so many samples a step, on that device."""
+    """A model of so many samples a step, on that device; its weights in 32 bits, or in 16."""
     zoo_models.scale = zoo_others.scale = lambda: (batch, TOKENS)
     torch.manual_seed(0)
     with device:
-        return make()
+        built = make()
+    if bf16:
+        built.model.to(torch.bfloat16)
+    return built
 
 
-def _batch(make: Callable[[], zoo_models.Built], device: torch.device, fill: float) -> int:
+def _batch(build: Callable[[int], zoo_models.Built], device: torch.device, fill: float) -> int:
     """Samples of which a step of eager PyTorch's takes ``fill`` GiB, or eight."""
-    arm = Arm(built_by(make, SMALL, device), None, device)
+    arm = Arm(build(SMALL), None, device)
     arm.step()
     return max(SMALL, min(MOST, int(SMALL * fill * 2**30 / peak_bytes(arm.step, device))))
 
 
 def _compiled(
-    row: Row, device: torch.device, fill: float, options: dict[str, Any], alone: FileLock
+    row: Row,
+    device: torch.device,
+    fill: float,
+    bf16: bool,
+    options: dict[str, Any],
+    alone: FileLock,
 ) -> list[Timed]:
     """Stock's and hot's."""
     make = zoo_models.every_model()[row.name]
+
+    def build(batch: int) -> zoo_models.Built:
+        return built_by(make, batch, device, bf16)
+
     with alone:
-        row.batch = _batch(make, device, fill)
-    built = built_by(make, row.batch, device)
+        row.batch = _batch(build, device, fill)
+    built = build(row.batch)
     ours = functools.partial(hot, options=options)
     arms = [Timed(built, backend, device) for backend in ("inductor", ours)]
     for arm in arms:
@@ -158,8 +170,8 @@ def _time(row: Row, stock: Timed, own: Timed) -> None:
 
 
 def _one(
-    name: str, device: str, fill: float, dropout: bool, options: dict[str, Any], said: Any,
-    ready: Any, all_done: Any, gate: Path,
+    name: str, device: str, fill: float, dropout: bool, bf16: bool, options: dict[str, Any],
+    said: Any, ready: Any, all_done: Any, gate: Path,
 ) -> None:  # fmt: skip
     zoo_models.draws = lambda: dropout
     # a backward's kernels are tuned in a thread of its own, while the step's thread holds it
@@ -168,7 +180,7 @@ def _one(
     row, arms = Row(name), list[Timed]()
     with compiler_settings("fp32"):
         try:
-            arms = _compiled(row, torch.device(device), fill, options, alone)
+            arms = _compiled(row, torch.device(device), fill, bf16, options, alone)
         except Exception as error:
             row.error = brief(error)
         ready.put(name)
@@ -210,6 +222,7 @@ def main(
     device: str = "cuda",
     fill: Annotated[float, typer.Option(help="GiB that a step by eager PyTorch takes")] = 7.0,
     dropout: Annotated[bool, typer.Option(help="as models have it, not 0")] = False,
+    bf16: Annotated[bool, typer.Option(help="weights in bf16, as some are fine-tuned")] = False,
     accept: Annotated[str, typer.Option(help="hot's option")] = "auto",
     wait: Annotated[float, typer.Option(help="seconds, for what still compiles")] = 3600.0,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
@@ -222,7 +235,7 @@ def main(
     said, ready, all_done = context.Queue(), context.Queue(), context.Event()
     with tempfile.TemporaryDirectory() as folder:
         gate = Path(folder) / "device.lock"
-        given = device, fill, dropout, {"accept": accept}, said, ready, all_done, gate
+        given = device, fill, dropout, bf16, {"accept": accept}, said, ready, all_done, gate
         processes = {
             name: context.Process(target=_one, args=(name, *given), daemon=True) for name in names
         }
@@ -233,9 +246,10 @@ def main(
         for name in late:
             processes[name].kill()
             processes[name].join()
+        print(f"{len(compiled)} of {len(processes)} compiled; they are timed now", flush=True)
         all_done.set()
         untimed = (Row(name, error=f"not compiled within {wait:g} s (--wait)") for name in late)
-        arguments = {"fill": fill, "dropout": dropout, "accept": accept}
+        arguments = {"fill": fill, "dropout": dropout, "bf16": bf16, "accept": accept}
         rows = list[Row]()
         for row in itertools.chain(untimed, (said.get() for _ in compiled)):
             rows.append(row)

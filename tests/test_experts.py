@@ -14,7 +14,6 @@ ENDS = [30, 80, 140, ROWS]
 STORED = {"memory": "all", "memory_min_bytes": 1024}
 LEAST = 0.99
 """Of cosines: bfloat16 itself leaves 0.9997."""
-FORMS = {"side by side": {}, "in turns": {"in_turns": True}, "no expert's rows": {"more": 8}}
 
 
 class Experts(nn.Module):
@@ -49,10 +48,28 @@ class Experts(nn.Module):
         return self.last(torch._grouped_mm(gated, self.out, offs=self.ends)[:ROWS])
 
 
-def made(form):
+class Batched(Experts):
+    """The same where each expert has as many rows, as Llama 4's: products of batches."""
+
+    def forward(self, x):
+        x = self.first(x).view(EXPERTS, -1, WIDTH)
+        gate, value = torch.bmm(x, self.into).chunk(2, -1)
+        return self.last(torch.bmm(F.silu(gate) * value, self.out).view(ROWS, -1))
+
+
+FORMS = {
+    "side by side": (Experts, {}),
+    "in turns": (Experts, {"in_turns": True}),
+    "no expert's rows": (Experts, {"more": 8}),
+    "as many rows each": (Batched, {}),
+}
+
+
+def made(form, device="cpu"):
     torch.manual_seed(0)
-    model = Experts(**FORMS[form]).bfloat16()
-    return model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    kind, facts = FORMS[form]
+    model = kind(**facts).to(device, torch.bfloat16)
+    return model, torch.randn(ROWS, WIDTH).to(device, torch.bfloat16)
 
 
 def loss_of(model):
@@ -78,14 +95,33 @@ def test_what_experts_keep_is_stored(form):
     assert sum(c.bytes for c in kept) < 0.6 * sum(c.bytes_before for c in kept)
 
 
-@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize(
+    ("device", "lower"),
+    [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_experts_are_right(form, lower):
-    model, x = made(form)
+def test_gradients_of_experts_are_right(form, device, lower):
+    model, x = made(form, device)
     want = exact_gradients(model, x)
     hot_step(loss_of(model), x, options=STORED, lower=lower)
     for name, got in gradients(model).items():
         assert cosine(got, want[name]) > LEAST, name
+
+
+def test_attention_by_hand_is_no_layer():
+    """Nor are scores against what is made of parameters, as DeBERTa's of distances."""
+    torch.manual_seed(0)
+    q, distances = nn.Linear(64, 64), nn.Linear(64, 64)
+    table, x = nn.Parameter(torch.randn(4, 32, 64)), torch.randn(4, 32, 64)
+
+    def loss(x):
+        scores = torch.bmm(q(x), distances(table).transpose(1, 2))
+        return last(torch.bmm(scores.softmax(-1), x)).square().mean()
+
+    last = nn.Linear(64, 8)
+    _, (graph,) = hot_step(loss, x, options=STORED)
+    (query,) = (c for c in graph.crossing if c.shape == ("4", "64", "32"))
+    assert "meets a softmax" in query.reason
 
 
 def mixtral():

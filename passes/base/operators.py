@@ -167,11 +167,10 @@ def is_layer_product(node: fx.Node) -> bool:
 
 def is_grouped_product(node: fx.Node) -> bool:
     """Its operator multiplies groups of rows, each by a matrix of its own."""
-    if node.target in GROUPED_PRODUCTS:
-        return True
     target = node.target
-    own = isinstance(target, torch._ops.OpOverload)
-    return own and target.name() in LIBRARIES_GROUPED_PRODUCTS
+    if isinstance(target, torch._ops.OpOverload) and target.name() in LIBRARIES_GROUPED_PRODUCTS:
+        return True
+    return target in GROUPED_PRODUCTS
 
 
 def is_pointwise(node: fx.Node) -> bool:

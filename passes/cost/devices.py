@@ -20,6 +20,9 @@ from hot_compile.runtime.native.providers import status
 
 log = logging.getLogger("hot_compile")
 
+_AMX = 1900e9
+"""FLOP/s of products in bf16 on two cores that have tiles for them: as many as in INT8."""
+
 RATES: dict[str, Rates] = {
     # Two cores of an AVX-512 VNNI server; the ratios carry over to more cores. Measured by
     # benchmarks/layers.py, see docs/measured/benchmarks.md.
@@ -187,7 +190,11 @@ def table_entry(device: torch.device) -> Rates | str:
 @cache
 def _cpu_rates() -> Rates:
     """Asked once: looking for a compiler again for every layer would be work for nothing."""
-    return RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
+    rates = RATES["cpu-vnni" if status("cpu").fast_int8 else "cpu"]
+    if not torch.cpu.get_capabilities().get("amx_bf16"):
+        return rates
+    exact = {**rates.exact, "bfloat16": _AMX}
+    return dataclasses.replace(rates, exact=exact, source=f"{rates.source} and AMX")
 
 
 def cuda_rates(capability: tuple[int, int], tf32: bool, chip: Chip | None = None) -> Rates | str:

@@ -19,16 +19,13 @@ from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, is_ours, made_of_tangents, makes_bool, module_path
 from hot_compile.passes.base.operators import (
     BATCHED_PRODUCTS,
-    CASTS,
-    MOVES,
-    SUMS,
-    VIEWS,
     is_layer_product,
 )
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
+from hot_compile.passes.storage.readers import is_result
 from hot_compile.passes.storage.store import in_order
 
 _MOST = 400
@@ -46,7 +43,6 @@ _NO_STEP = 2.0**-23
 all rows of attention are alike, queries and keys have such ones."""
 LOST = 1e6
 """Error of what is infinite or far beyond all that rounding does to sums that cancel."""
-_SUMS = SUMS | {aten.add.Tensor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +248,7 @@ class _Part:
     @property
     def own(self) -> tuple[bool, ...]:
         """Of each end: it is a parameter's gradient."""
-        return tuple(end in self._results or _is_result(end) for end in self.ends)
+        return tuple(end in self._results or is_result(end) for end in self.ends)
 
     @property
     def vectors(self) -> tuple[bool, ...]:
@@ -297,20 +293,6 @@ def _runnable(graph: fx.Graph) -> fx.GraphModule:
         node.target = aten.reshape.default
     graph.eliminate_dead_code()
     return fx.GraphModule({}, graph)
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Nothing but views and sums lies between ``node`` and what the backward returns."""
-    stack, results = [node], 0
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "output":
-                results += 1
-            elif user.target in VIEWS | CASTS | MOVES | _SUMS:
-                stack.append(user)
-            else:
-                return False
-    return results > 0
 
 
 def _is_product(node: object) -> bool:

@@ -23,6 +23,7 @@ from hot_compile.passes.base.graph import (
     strip,
 )
 from hot_compile.passes.base.operators import (
+    BATCHED_PRODUCTS,
     CASTS,
     FLOATS,
     REDUCTIONS,
@@ -38,7 +39,7 @@ from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
 from hot_compile.passes.storage.layout import in_memory, layout_of, packed_bytes
 from hot_compile.passes.storage.offers import EXACT, Need, offers
-from hot_compile.passes.storage.readers import Reading, facts, read
+from hot_compile.passes.storage.readers import Reading, as_made, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""
@@ -130,12 +131,15 @@ class Judge:
         self._activations = _activations(forward, inputs)
         self.given = frozenset(named_inputs(forward, inputs.made))
         """Inputs that another graph made, and nobody but autograd may keep."""
-        self._learned = closure(n for n in forward.nodes if n in self.given or _is_layer(n))
-        self._mixed = closure(n for n in forward.nodes if is_layer_product(n) or is_ours(n))
+        layers = _layers(forward, self._activations)
+        embeddings = forward.find_nodes(op="call_function", target=aten.embedding.default)
+        self._learned = closure([*self.given, *layers, *embeddings])
+        self._mixed = closure(layers)
         self._forward = {node.name: node for node in forward.nodes}
         names = {node.name for node in self._activations}
         heads = {node.name for node in self._activations if is_packed(node)}
-        self.facts = facts(backward, names, heads, _products(forward, self._activations))
+        made = _made_of_products(forward, self._activations, layers)
+        self.facts = facts(backward, names, heads, made, _factors(forward, layers))
 
     def __call__(
         self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()
@@ -284,9 +288,25 @@ def is_packed(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and is_ours(source)
 
 
-def _is_layer(node: fx.Node) -> bool:
-    """It makes of data what a network has learned of it."""
-    return is_layer_product(node) or is_ours(node) or node.target is aten.embedding.default
+def _layers(forward: fx.Graph, activations: Set[fx.Node]) -> set[fx.Node]:
+    """Products of data and parameters: of batches, too, where one factor is made of parameters
+    alone, as where each expert has as many rows."""
+
+    def weighs(node: fx.Node) -> bool:
+        return node.target in BATCHED_PRODUCTS and not activations >= set(_multiplied(node))
+
+    return {n for n in forward.nodes if is_layer_product(n) or is_ours(n) or weighs(n)}
+
+
+def _multiplied(batched: fx.Node) -> list[fx.Node]:
+    return [n for n in batched.args[-2:] if isinstance(n, fx.Node)]
+
+
+def _factors(forward: fx.Graph, layers: Set[fx.Node]) -> set[str]:
+    """Names of values that products of batches among ``layers`` multiply, and of their views."""
+    batched = [node for node in layers if node.target in BATCHED_PRODUCTS]
+    values = {as_made(n) for node in batched for n in _multiplied(node)}
+    return {n.name for n in forward.nodes if as_made(n) in values}
 
 
 def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
@@ -297,12 +317,14 @@ def _activations(forward: fx.Graph, inputs: GraphInputs) -> set[fx.Node]:
     return data | {node for node in forward.nodes if node not in weights}
 
 
-def _products(forward: fx.Graph, activations: Set[fx.Node]) -> dict[str, int]:
+def _made_of_products(
+    forward: fx.Graph, activations: Set[fx.Node], layers: Set[fx.Node]
+) -> dict[str, int]:
     """Elements of the largest layer's product that a node is made of, by name, where it is made of
     products and parameters alone, element by element."""
     found: dict[str, int] = {}
     for node in forward.nodes:
-        if is_layer_product(node) or is_ours(node):
+        if node in layers:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 found[node.name] = hint(value.numel())

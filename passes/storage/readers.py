@@ -42,6 +42,7 @@ from hot_compile.passes.base.operators import (
     MOVES,
     REDUCTIONS,
     SHAPE_ONLY,
+    SUMS,
     SUMS_OF_TWO,
     VIEWS,
     is_layer_product,
@@ -55,6 +56,8 @@ _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
 
+_SAME_VALUES = VIEWS | CASTS | {aten.clone.default}
+_SUMS = SUMS | {aten.add.Tensor}
 _FEW = 4
 """Times that a product must have fewer elements than a tensor to be none of its rows."""
 
@@ -101,6 +104,8 @@ class Facts:
     products: Mapping[str, int]
     """Of placeholders made element by element of layers' products and parameters: how many elements
     the largest of these products has."""
+    factors: Set[str]
+    """Names of the forward's values, and of their views, that parameters multiply in batches."""
 
 
 def facts(
@@ -108,6 +113,7 @@ def facts(
     activations: Set[str],
     heads: Set[str] = frozenset(),
     products: Mapping[str, int] = MappingProxyType({}),
+    factors: Set[str] = frozenset(),
 ) -> Facts:
     """Gather what ``read`` needs; ``heads``: placeholders that hold what a head in chunks made."""
     gradients = settled = made_of_tangents(backward)
@@ -115,7 +121,7 @@ def facts(
         made = (n for n in gradients if heads & {given.name for given in n.all_input_nodes})
         layers = (n for n in gradients if _is_product(n) or is_attention(n))
         settled = closure([*made, *layers])
-    return Facts(gradients, settled, activations, products)
+    return Facts(gradients, settled, activations, products, factors)
 
 
 def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Reading:
@@ -148,6 +154,13 @@ class _Reader:
             if rule.with_gradient in (None, with_gradient) and rule.applies(self, user):
                 rule.judge(self, node, user)
                 return
+
+    def of_layer(self, user: fx.Node) -> bool:
+        """``user`` is a layer's product; of batches, if it is the gradient of a parameter."""
+        if user.target in BATCHED_PRODUCTS:
+            names = {as_made(node).name for node in user.all_input_nodes}
+            return bool(names & self.known.factors) and is_result(user)
+        return is_layer_product(user) or is_ours(user)
 
     def _refuse(self, why: str) -> None:
         self.reading.refusal = self.reading.refusal or why
@@ -338,6 +351,25 @@ def _numel(node: fx.Node) -> Any:
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
+def as_made(node: fx.Node) -> fx.Node:
+    """What made the values that ``node`` shows, or holds a copy of in another shape or dtype."""
+    return strip(node, _SAME_VALUES)
+
+
+def is_result(node: fx.Node) -> bool:
+    """Nothing but views and sums lies between ``node`` and what the backward returns."""
+    stack, results = [node], 0
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output":
+                results += 1
+            elif user.target in VIEWS | CASTS | MOVES | _SUMS:
+                stack.append(user)
+            else:
+                return False
+    return results > 0
+
+
 def _is_product(node: fx.Node) -> bool:
     ours = is_ours(node)
     return ours or is_layer_product(node) or node.target in BATCHED_PRODUCTS
@@ -380,11 +412,11 @@ RULES: tuple[Rule, ...] = (
     Rule("fused attention's backward", True, lambda _, user: is_attention(user),
          _Reader.attention, "q, k, v and output in 12 bits, since a softmax makes errors absolute; "
          "of 16-bit tensors v in 8, the others exact, as is the rest"),
+    Rule("a layer's product", True, lambda reading, user: reading.of_layer(user),
+         _Reader.product, "rounded: the gradient's relative error is the tensor's"),
     Rule("a product of two activations: attention by hand", True,
          lambda _, user: user.target in BATCHED_PRODUCTS,
-         _Reader.batched, "in 12 bits, likewise"),
-    Rule("a layer's product", True, lambda _, user: is_layer_product(user) or is_ours(user),
-         _Reader.product, "rounded: the gradient's relative error is the tensor's"),
+         _Reader.batched, "in 12 bits, as for fused attention"),
     Rule("a loss inside the graph: what comes before the first product of the backward", True,
          lambda reading, user: user not in reading.known.settled,
          _Reader.loss, "exact: what is left of probabilities and targets may be small"),
