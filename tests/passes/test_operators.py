@@ -99,6 +99,7 @@ def by_hand():
         aten.reshape.default: [((x, [6, 4]), {})],
         aten.permute.default: [((x, [1, 0]), {})],
         aten.mm.default: [((x, y), {})],
+        aten.bmm.default: [((x[None], y[None]), {})],
         aten._to_copy.default: [((x,), {"dtype": torch.float32})],
         aten.alias.default: [((x,), {})],
         aten.remainder.Scalar: [((x, 2.0), {})],
