@@ -33,7 +33,7 @@ from hot_compile.passes.base.operators import (
     is_pointwise,
 )
 from hot_compile.passes.base.schemes import Kind, Scheme
-from hot_compile.passes.base.site import bytes_of, hint
+from hot_compile.passes.base.site import bytes_of, elements_of, hint
 from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
@@ -289,13 +289,20 @@ def is_packed(node: fx.Node) -> bool:
 
 
 def _layers(forward: fx.Graph, activations: Set[fx.Node]) -> set[fx.Node]:
-    """Products of data and parameters: of batches, too, where one factor is made of parameters
-    alone, as where each expert has as many rows."""
+    """Products of data and parameters: of batches, too, where each has parameters of its own, as
+    where each expert has as many rows. Queries that are learned are no weights of a layer, but are
+    the same for all samples."""
 
     def weighs(node: fx.Node) -> bool:
-        return node.target in BATCHED_PRODUCTS and not activations >= set(_multiplied(node))
+        weights = set(_multiplied(node)) - activations
+        return node.target in BATCHED_PRODUCTS and not all(map(_is_repeated, weights))
 
     return {n for n in forward.nodes if is_layer_product(n) or is_ours(n) or weighs(n)}
+
+
+def _is_repeated(weight: fx.Node) -> bool:
+    once, whole = (elements_of(n.meta["val"]) for n in (as_made(weight), weight))
+    return once < whole
 
 
 def _multiplied(batched: fx.Node) -> list[fx.Node]:
