@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from hot_compile.passes.base.operators import TRANSPOSES, VIEWS
+from hot_compile.passes.base.operators import CASTS, TRANSPOSES, VIEWS
 
 aten = torch.ops.aten
 
 IMAGE_DIMS = 4
 CHANNEL_DIM = 1
 """Of an image, a signal or a volume."""
+_SAME_VALUES = VIEWS | CASTS | {aten.clone.default}
 
 
 def rank_of(node: fx.Node) -> int:
@@ -184,6 +185,11 @@ def strip(node: fx.Node, kinds: Set[Any]) -> fx.Node:
     while node.target in kinds and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def as_made(node: fx.Node) -> fx.Node:
+    """What made the values that ``node`` shows, or holds a copy of in another shape or dtype."""
+    return strip(node, _SAME_VALUES)
 
 
 def reaches(node: fx.Node, through: set[object], goal: Callable[[fx.Node], bool]) -> bool:

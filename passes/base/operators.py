@@ -95,8 +95,6 @@ LIBRARIES_GROUPED_PRODUCTS = {
     "transformers::grouped_mm_fallback_backward",
 }
 """Names of those that ATen does not have: of Transformers' experts in fp32."""
-LAYER_PRODUCTS = MATRIX_PRODUCTS.keys() | CONVOLUTIONS | GROUPED_PRODUCTS
-"""A layer's; ``is_layer_product`` knows the libraries', too."""
 
 SUMS_OF_TWO = {aten.add.Tensor, aten.sub.Tensor}
 """One tensor and another, or less another."""
@@ -162,7 +160,8 @@ one of the result."""
 
 def is_layer_product(node: fx.Node) -> bool:
     """Its operator is a layer's product, of the forward or the backward."""
-    return node.target in LAYER_PRODUCTS or is_grouped_product(node)
+    plain = node.target in MATRIX_PRODUCTS or node.target in CONVOLUTIONS
+    return plain or is_grouped_product(node)
 
 
 def is_grouped_product(node: fx.Node) -> bool:

@@ -16,16 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten, is_ours, made_of_tangents, makes_bool, module_path
-from hot_compile.passes.base.operators import (
-    BATCHED_PRODUCTS,
-    is_layer_product,
-)
+from hot_compile.passes.base.graph import aten, made_of_tangents, makes_bool, module_path
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.pack import pack, unpack
-from hot_compile.passes.storage.readers import is_result
+from hot_compile.passes.storage.readers import is_product, is_result
 from hot_compile.passes.storage.store import in_order
 
 _MOST = 400
@@ -300,5 +296,4 @@ def _is_product(node: object) -> bool:
         return False
     name = getattr(node.target, "__name__", "")
     attention = "attention" in name and "backward" in name
-    ours = is_ours(node)
-    return attention or ours or is_layer_product(node) or node.target in BATCHED_PRODUCTS
+    return attention or is_product(node)

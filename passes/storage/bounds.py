@@ -13,7 +13,7 @@ from collections.abc import Set
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import aten, strip
+from hot_compile.passes.base.graph import as_made, aten, strip
 from hot_compile.passes.base.operators import BOUNDED, CASTS, SATURATED, SCALED_BY_TENSOR, VIEWS
 
 _ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.linalg_vector_norm.default}
@@ -24,7 +24,6 @@ _FOLLOWED = {
     aten.clamp.default,
     aten.reciprocal.default,
 }
-_SAME = VIEWS | CASTS | {aten.clone.default}
 
 
 def is_normalised(node: fx.Node, activations: Set[fx.Node]) -> bool:
@@ -57,7 +56,7 @@ def _bounds(node: fx.Node, activations: Set[fx.Node]) -> bool:
 
 def is_probability(node: fx.Node) -> bool:
     """What a softmax makes, masked or not, or the powers of e that it divides by their sum."""
-    made = strip(node, _SAME)
+    made = as_made(node)
     if made.target is aten.where.self:
         return any(is_probability(n) for n in made.args[1:] if isinstance(n, fx.Node))
     powers = made.target is aten.exp.default and any(map(_by_own_sum, made.users))
@@ -76,7 +75,7 @@ def sums_to_one(node: fx.Node) -> bool:
 
 def is_saturated(node: fx.Node) -> bool:
     """The result of a function that ends in a straight line, where its slope is next to nothing."""
-    return strip(node, _SAME).target in SATURATED
+    return as_made(node).target in SATURATED
 
 
 def _by_own_sum(scaled: fx.Node) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.graph import (
+    as_made,
     aten,
     closure,
     is_ours,
@@ -39,7 +40,7 @@ from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
 from hot_compile.passes.storage.layout import in_memory, layout_of, packed_bytes
 from hot_compile.passes.storage.offers import EXACT, Need, offers
-from hot_compile.passes.storage.readers import Reading, as_made, facts, read
+from hot_compile.passes.storage.readers import Reading, facts, read
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """Metadata of what a custom autograd function saves: autograd keeps it in places of its own."""

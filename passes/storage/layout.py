@@ -45,6 +45,7 @@ GROUP = 128
 """Elements that share a scale, at most."""
 _SMALLEST_GROUP = 32
 _MOST_STEPS = 4
+"""From an element to its neighbour, of what may be stored: by more, most of what is read is not."""
 
 
 @dataclasses.dataclass(frozen=True)

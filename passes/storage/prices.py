@@ -43,9 +43,8 @@ for 3 channels (17640 partial results each) and 0.009 for 64."""
 
 
 _SIXTEEN_BITS_ON_A_CPU = 6
-"""Times their bytes that tensors of 16 bits count there: Inductor's vectors of them are taken apart
-and put together again. Two cores packed and restored a million elements by rows in 0.7 ms of fp32
-and 1.2 of bf16, by groups of 6 bits in 1.5 and 1.8."""
+"""Times their bytes that tensors of 16 bits count there. Two cores packed and restored a million
+elements by rows in 0.7 ms of fp32 and 1.2 of bf16, by groups of 6 bits in 1.5 and 1.8."""
 
 
 def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:

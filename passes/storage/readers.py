@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hot_compile.passes.base.graph import (
     CHANNEL_DIM,
     IMAGE_DIMS,
+    as_made,
     aten,
     closure,
     is_ours,
@@ -56,7 +57,6 @@ _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
 """Errors of q and k are factors of e in what the backward recomputes. What values, and so outputs,
 have in common cancels between the two sums that a softmax's backward subtracts."""
 
-_SAME_VALUES = VIEWS | CASTS | {aten.clone.default}
 _SUMS = SUMS | {aten.add.Tensor}
 _FEW = 4
 """Times that a product must have fewer elements than a tensor to be none of its rows."""
@@ -119,7 +119,7 @@ def facts(
     gradients = settled = made_of_tangents(backward)
     if all(hint(_numel(n)) == 1 for n in filter(is_tangent, placeholders(backward))):
         made = (n for n in gradients if heads & {given.name for given in n.all_input_nodes})
-        layers = (n for n in gradients if _is_product(n) or is_attention(n))
+        layers = (n for n in gradients if is_product(n) or is_attention(n))
         settled = closure([*made, *layers])
     return Facts(gradients, settled, activations, products, factors)
 
@@ -351,11 +351,6 @@ def _numel(node: fx.Node) -> Any:
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
-def as_made(node: fx.Node) -> fx.Node:
-    """What made the values that ``node`` shows, or holds a copy of in another shape or dtype."""
-    return strip(node, _SAME_VALUES)
-
-
 def is_result(node: fx.Node) -> bool:
     """Nothing but views and sums lies between ``node`` and what the backward returns."""
     stack, results = [node], 0
@@ -370,9 +365,9 @@ def is_result(node: fx.Node) -> bool:
     return results > 0
 
 
-def _is_product(node: fx.Node) -> bool:
-    ours = is_ours(node)
-    return ours or is_layer_product(node) or node.target in BATCHED_PRODUCTS
+def is_product(node: fx.Node) -> bool:
+    """A product of matrices, of a layer or of attention by hand, exact or ours."""
+    return is_ours(node) or is_layer_product(node) or node.target in BATCHED_PRODUCTS
 
 
 def _is_checkpointed(node: fx.Node) -> bool:
