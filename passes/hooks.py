@@ -33,12 +33,16 @@ from hot_compile.passes.storage.fit_budget import (
     BudgetTrial,
     Way,
     fit,
-    kept_nodes,
     recomputes_collectives,
     saved_sizes,
 )
-from hot_compile.passes.storage.joins import joined_again
 from hot_compile.passes.storage.kept_casts import casts_to_keep
+from hot_compile.passes.storage.made_again import (
+    forget_asked,
+    gathered_again,
+    joined_again,
+    kept_nodes,
+)
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
 from hot_compile.passes.storage.step_time import StepTime
@@ -211,8 +215,10 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         partition: Callable = self._inner or min_cut_rematerialization_partition
         rates = self._context.rates
         keep, spent = (way.keep, 0.0) if way else casts_to_keep(gm.graph, self._joint.step, rates)
-        with self._recomputation(plan, observed, way), kept_nodes(gm, keep):
+        with self._recomputation(gm, plan, observed, way), kept_nodes(gm, keep):
             forward, backward = partition(gm, joint_inputs, **kwargs)
+        for half in (forward, backward):
+            forget_asked(half.graph)
         outputs, step = kwargs["num_fwd_outputs"], self._joint.step
         by_user = self._inner is not None or functorch_config.activation_memory_budget < 1
         graphs = forward, backward, outputs
@@ -240,7 +246,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
             log.warning("hot: what crosses could not be measured", exc_info=True)
 
     def _recomputation(
-        self, plan: Plan | None, observed: bool, way: Way | None = None
+        self, gm: fx.GraphModule, plan: Plan | None, observed: bool, way: Way | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Where we change the graph: min-cut may recompute pointwise inputs of backward products.
 
@@ -260,7 +266,7 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         recompute = changed and config.recompute if way is None else way.recompute
         if not recompute:
             return contextlib.nullcontext()
-        return _inputs_made_again()
+        return _inputs_made_again(gm, config.memory_min_bytes)
 
     def uuid(self) -> Any:
         """As for every pass."""
@@ -268,8 +274,9 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
 
 
 @contextlib.contextmanager
-def _inputs_made_again() -> Iterator[None]:
-    with functorch_config.patch(ban_recompute_materialized_backward=False), joined_again():
+def _inputs_made_again(gm: fx.GraphModule, min_bytes: int) -> Iterator[None]:
+    made = functorch_config.patch(ban_recompute_materialized_backward=False)
+    with made, joined_again(), gathered_again(gm, min_bytes):
         yield
 
 

@@ -69,6 +69,7 @@ from hot_compile.passes.storage.prices import StoragePrice, rows_seconds
 from hot_compile.passes.storage.probabilities import keep_as_multiplied
 from hot_compile.passes.storage.step_time import step_time
 from hot_compile.passes.storage.store import store
+from hot_compile.passes.storage.take_back import take_back
 
 log = logging.getLogger("hot_compile")
 
@@ -207,7 +208,17 @@ def _advance(cut: Partitioned) -> int:
         return 0
     given = (*cut.graphs, cut.num_fwd_outputs)
     kept = 0 if config.has_budget else keep_as_multiplied(*given, cut.judge())
-    return kept + advance(*given, cut.judge(), sure)
+    cut.advanced = frozenset(advance(*given, cut.judge(), sure))
+    return kept + len(cut.advanced)
+
+
+def _take_back(cut: Partitioned) -> int:
+    if cut.fit is not None or cut.by_user or not cut.advanced:
+        return 0
+    stored = {crosser.saved for crosser in (*cut.chosen, *cut.hosted)}
+    taken = take_back(*cut.graphs, cut.num_fwd_outputs, cut.advanced, stored)
+    cut.found = [crosser for crosser in cut.found if crosser.saved not in taken]
+    return len(taken)
 
 
 def _stored_for_sure(cut: Partitioned) -> bool:
@@ -405,6 +416,7 @@ PARTITIONED: tuple[Step[Partitioned], ...] = (
     Step("advance", _advance, changes=True),
     Step("crossers", _crossers),
     Step("plan_storage", _plan_storage),
+    Step("take_back", _take_back, changes=True),
     Step("store", _store, changes=True),
     Step("functions", _functions, changes=True),
     Step("pieces", _pieces, changes=True),

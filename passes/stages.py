@@ -47,6 +47,8 @@ class Partitioned:
     backward: fx.GraphModule
     num_fwd_outputs: int
     found: list[Crosser] = dataclasses.field(default_factory=list)
+    advanced: frozenset[str] = frozenset()
+    """Names of what is saved so that it may be stored, and was to be made again."""
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     hosted: frozenset[Crosser] = frozenset()
     """What waits for the backward in host memory, as it is stored."""

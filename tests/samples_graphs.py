@@ -26,8 +26,22 @@ def given(
     return nodes
 
 
+def forms_pay(monkeypatch, *modules):
+    """These exact forms are taken, as on a GPU, and no others; what each graph took is listed."""
+    chosen = (f for f in exact_forms.EXACT_FORMS if f.replace in [m.replace for m in modules])
+    paying = tuple(dataclasses.replace(form, pays=lambda reads, tf32: "") for form in chosen)
+    monkeypatch.setattr(exact_forms, "EXACT_FORMS", paying)
+    taken, own = [], exact_forms.take
+
+    def take(graph, found, decisions):
+        done = own(graph, found, decisions)
+        taken.append([form.form for form in done if form.taken])
+        return done
+
+    monkeypatch.setattr("hot_compile.passes.pipeline.take", take)
+    return taken
+
+
 def pools_pay(monkeypatch):
     """Gradients of max pools are gathered, as on a GPU, and nothing else takes an exact form."""
-    (form,) = (f for f in exact_forms.EXACT_FORMS if f.replace is pools.replace)
-    form = dataclasses.replace(form, pays=lambda reads, tf32: "")
-    monkeypatch.setattr(exact_forms, "EXACT_FORMS", (form,))
+    return forms_pay(monkeypatch, pools)

@@ -15,7 +15,14 @@ from torch import fx
 
 from hot_compile.passes.base.emit import prims
 from hot_compile.passes.base.graph import aten, module_path, value_of
-from hot_compile.passes.exact import patches, pools, stems
+from hot_compile.passes.exact import (
+    few_rows,
+    patches,
+    permutations,
+    pools,
+    stems,
+    weighted_rows,
+)
 
 log = logging.getLogger("hot_compile")
 
@@ -64,6 +71,30 @@ EXACT_FORMS: tuple[ExactForm, ...] = (
         pays=pools.pays,
         replace=pools.replace,
         saves=pools.saves,
+    ),
+    ExactForm(
+        name="rows' weights by their layer's input",
+        target=lambda: aten._grouped_mm.default,
+        applies=weighted_rows.applies,
+        pays=weighted_rows.pays,
+        replace=weighted_rows.replace,
+        saves=weighted_rows.saves,
+    ),
+    ExactForm(
+        name="permutation's gradient gathered",
+        target=lambda: aten.index_put.default,
+        applies=permutations.applies,
+        pays=permutations.pays,
+        replace=permutations.replace,
+        saves=permutations.saves,
+    ),
+    ExactForm(
+        name="sum of a few rows written out",
+        target=lambda: aten.sum.dim_IntList,
+        applies=few_rows.applies,
+        pays=few_rows.pays,
+        replace=few_rows.replace,
+        saves=lambda _: 2e-12,
     ),
 )
 

@@ -239,8 +239,7 @@ def observe_gradients(
     They are returned no more: None stands for them.
     """
     inputs = [node for node in placeholders(graph) if not is_tangent(node)]
-    results = returned(graph)
-    first = len(results) - len(inputs)  # gradients of all inputs come last
+    results, first = returned(graph), _first_gradient(graph)
     output = graph.output_node()
     known = named_inputs(graph, names)
     for place, node in enumerate(inputs, first):
@@ -284,7 +283,8 @@ def unobserved(gm: fx.GraphModule) -> fx.GraphModule:
     graph, same = fx.Graph(), dict[fx.Node, fx.Node]()
     results = list(graph.graph_copy(gm.graph, same))  # type: ignore[arg-type]
     shown = graph.find_nodes(op="call_function", target=torch.ops.hot.observe_gradient.default)
-    free = [place for place, value in enumerate(results) if value is None]
+    first = _first_gradient(gm.graph)  # a forward may return None, too
+    free = [place for place, value in enumerate(results) if value is None and place >= first]
     for place, node in zip(free, shown, strict=False):
         results[place] = node.args[1]
     output = graph.output(tuple(results))
@@ -293,6 +293,12 @@ def unobserved(gm: fx.GraphModule) -> fx.GraphModule:
     for node in (*observers, *shown):
         graph.erase_node(node)
     return fx.GraphModule(gm, graph)
+
+
+def _first_gradient(graph: fx.Graph) -> int:
+    """Its place among a joint graph's results: gradients of all inputs come last."""
+    inputs = sum(not is_tangent(node) for node in placeholders(graph))
+    return len(returned(graph)) - inputs
 
 
 def _operands(nodes: SiteNodes | ConvNodes) -> tuple[fx.Node, tuple[Any, ...]]:

@@ -34,18 +34,20 @@ def advance(
     num_fwd_outputs: int,
     judge: Judge,
     wider: bool = False,
-) -> int:
+) -> list[str]:
     """Save tolerant results of what refuses rounding; both graphs change in place.
 
     ``wider``: also of a wider dtype, as norms work in, if that may be stored by rows: it will be.
-    Returns how many tensors are saved that were recomputed before.
+    Returns the names of tensors that are saved and were recomputed before.
     """
-    cut = _Advance(forward, backward, num_fwd_outputs, judge, wider)
+    cut, names = _Advance(forward, backward, num_fwd_outputs, judge, wider), list[str]()
     for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
         if restored.users and saved.meta["val"].is_floating_point():
             for there, later in cut.past(saved, restored):
                 cut.add(saved, restored, there, later)
-    return cut.finish()
+                names.append(there.name)
+    cut.finish()
+    return names
 
 
 def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node, wider: bool) -> bool:

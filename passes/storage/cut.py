@@ -37,8 +37,23 @@ class CutEditor:
         self._done += 1
         return arriving
 
+    def remake(
+        self, arriving: fx.Node, chain: list[fx.Node], there: dict[fx.Node, fx.Node]
+    ) -> None:
+        """Have the backward make again what arrives as ``arriving``.
+
+        ``chain``: the forward's nodes that make it, in order. ``there``: what the backward has of
+        what they read.
+        """
+        copies = dict(there)
+        with self._backward.inserting_before(min(arriving.users)):
+            for node in chain:
+                copies[node] = self._backward.node_copy(node, copies.__getitem__)
+        arriving.replace_all_uses_with(copies[chain[-1]])
+        self._done += 1
+
     def finish(self) -> int:
-        """Drop what nobody in the backward reads any more; how many tensors were added."""
+        """Drop what nobody in the backward reads any more; how many tensors were moved."""
         if not self._done:
             return 0
         self._backward.eliminate_dead_code()

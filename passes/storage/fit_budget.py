@@ -7,9 +7,8 @@ compressed. So with a smaller budget a step is never predicted to hold more.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -165,18 +164,3 @@ def recomputes_collectives(graph: fx.Graph) -> bool:
 def saved_sizes(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> dict[str, int]:
     """Bytes of what crosses, by name."""
     return {saved.name: bytes_of(saved.meta["val"]) for saved, _ in pairs}
-
-
-@contextlib.contextmanager
-def kept_nodes(gm: fx.GraphModule, names: Sequence[str]) -> Iterator[None]:
-    """Inside, min-cut recomputes none of the joint graph's nodes of these names."""
-    marked = {n.name for n in gm.graph.nodes if n.name in names and "recompute" not in n.meta}
-    for node in gm.graph.nodes:
-        if node.name in marked:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    try:
-        yield
-    finally:
-        for node in gm.graph.nodes:  # perhaps another graph: min-cut replaces it by one of its own
-            if node.name in marked:
-                node.meta.pop("recompute", None)

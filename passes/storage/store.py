@@ -24,6 +24,7 @@ from hot_compile.passes.base.graph import (
     placeholders,
     returned,
     strip,
+    value_of,
     walk,
 )
 from hot_compile.passes.base.operators import CASTS, IN_ORDER, VIEWS
@@ -31,7 +32,7 @@ from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.around import Sample
 from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
-from hot_compile.passes.storage.layout import Layout, in_memory, is_marked, layout_of
+from hot_compile.passes.storage.layout import Layout, in_memory, is_marked, layout_of, step_of
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
@@ -284,10 +285,26 @@ def _make(mask: Mask, emit: Emitter) -> fx.Node:
 
 
 def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
-    """``node``, its strides as they will be in memory: a copy in the graph, but not in the code."""
+    """``node``, its strides as they will be in memory: a copy in the graph, but not in the code.
+
+    Parts that take turns along a row are read from memory: Inductor would work the whole row out
+    for each of them, and if a bias is gathered there, with a division for every element.
+    """
+    if step_of(node.meta["val"]) > 1:
+        return _read_apart(emit, node)
     if in_memory(node).stride() == node.meta["val"].stride():
         return node
     return emit(aten.clone.default, node, memory_format=torch.channels_last)
+
+
+def _read_apart(emit: Emitter, part: fx.Node) -> fx.Node:
+    whole, value = strip(part, VIEWS), value_of(part)
+    start = value.storage_offset() - value_of(whole).storage_offset()
+    numbers = *value.shape, *value.stride(), start
+    if not all(isinstance(n, int) for n in numbers):
+        return part  # sizes known at run time only are no arguments
+    place = list(value.shape), list(value.stride()), start
+    return emit(aten.as_strided.default, whole, *place)
 
 
 def _after_last_use(node: fx.Node) -> fx.Node:

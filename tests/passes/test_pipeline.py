@@ -41,7 +41,7 @@ def test_the_order_is_written_down():
         "rewrite", "forwards", "exact_forms", "copies",
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
-        "layouts", "inputs", "advance", "crossers", "plan_storage", "store",
+        "layouts", "inputs", "advance", "crossers", "plan_storage", "take_back", "store",
         "functions", "pieces", "sums", "casts", "scalars", "gradients",
         "attention", "kernels",
     ]  # fmt: skip

@@ -4,19 +4,26 @@ import json
 
 import pytest
 import torch
+from samples_graphs import given
 from torch import fx
 
 from hot_compile.config import HotConfig
 from hot_compile.observing.collector import Collector
 from hot_compile.observing.gauge import Gauge
 from hot_compile.observing.monitor import Monitor
+from hot_compile.passes.base.graph import returned
 from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.cost.devices import RATES, cuda_rates
 from hot_compile.passes.cost.linear import Shape
 from hot_compile.passes.forward.product import Form, forward_price, int8_product
 from hot_compile.passes.forward.product import _evened as evened
 from hot_compile.passes.measure.linear import forward_loss, forward_measures
-from hot_compile.passes.measure.observe import Layer
+from hot_compile.passes.measure.observe import (
+    Layer,
+    Observation,
+    observe_gradients,
+    unobserved,
+)
 from hot_compile.passes.plan import plan
 from hot_compile.passes.profile.profile import PLAIN, ROTATED, LayerProfile, Measure, Profile
 from hot_compile.runtime import reference
@@ -298,3 +305,24 @@ def test_a_monitor_gives_the_graph_an_exact_forward_with_its_first_rung():
     assert rungs == [("exact", None, "auto"), ("exact", 8, "auto"), exact, exact]
     assert "fc1" in monitor.demoted  # all of the graph is exact: nothing is left to repair
     assert monitor.faults(found, gauge) == {}
+
+
+def test_a_forward_may_give_none_where_gradients_are_shown():
+    """As for logits that nobody wants: a gradient that is shown does not take their place."""
+    graph = fx.Graph()
+    x, weight, tangent = given(
+        graph, dict.fromkeys(("primals_1", "primals_2", "tangents_1"), ((4,), torch.float32))
+    )
+    loss = graph.call_function(torch.ops.aten.mul.Tensor, (x, weight))
+    gradient = graph.call_function(torch.ops.aten.mul.Tensor, (x, tangent))
+    for node in (loss, gradient):
+        node.meta["val"] = x.meta["val"]
+    graph.output((loss, None, None, gradient))
+    observation = Observation(Gauge())
+    observe_gradients(graph, [None, "weight"], observation)
+    assert returned(graph)[1:] == [None, None, None]
+    bare = unobserved(fx.GraphModule({}, graph))
+    first, *rest = returned(bare.graph)
+    assert first.name == loss.name
+    assert rest[0] is None, "the forward's"
+    assert [n.name for n in rest if n is not None] == [gradient.name]

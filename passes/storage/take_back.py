@@ -1,0 +1,71 @@
+"""Takes back what was saved so that it may be stored, and then was not.
+
+``advance`` saves a gate's result beside what the gate reads, for then both tolerate rounding. Where
+a step has not the time to store either, both would stay as they are, and the former is made of the
+latter: the backward makes it again, as it was to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Set
+
+from torch import fx
+
+from hot_compile.passes.base.graph import placeholders
+from hot_compile.passes.base.operators import CASTS, MOVES, SPLITS, VIEWS, is_pointwise
+from hot_compile.passes.storage.crossers import saved_pairs
+from hot_compile.passes.storage.cut import CutEditor
+
+_MOVES = VIEWS | MOVES | CASTS | SPLITS.keys()
+_LONGEST = 24
+"""Operators that make it of what is kept."""
+
+
+def take_back(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_fwd_outputs: int,
+    names: Set[str],
+    stored: Set[fx.Node],
+) -> set[fx.Node]:
+    """Both graphs change in place; returns which of the forward's nodes are saved no more.
+
+    Args:
+        names: of what was saved so that it may be stored.
+        stored: what is not kept as it is.
+    """
+    pairs = dict(saved_pairs(forward, backward, num_fwd_outputs))
+    exact = {saved: there for saved, there in pairs.items() if saved not in stored}
+    arriving = {node.name: node for node in placeholders(backward)}
+    for node in placeholders(forward):
+        if node.name in arriving:
+            exact[node] = arriving[node.name]
+    cut, taken = CutEditor(forward, backward, num_fwd_outputs), set[fx.Node]()
+    for saved in [node for node in exact if node.name in names and exact[node].users]:
+        there = {node: kept for node, kept in exact.items() if node is not saved}
+        chain = _chain(saved, there)
+        if chain:
+            cut.remake(exact.pop(saved), chain, there)
+            taken.add(saved)
+    cut.finish()
+    return taken
+
+
+def _chain(saved: fx.Node, there: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    """What makes ``saved`` of ``there``, in order; empty if that takes more than a pass over it."""
+    found, stack = dict[fx.Node, None](), [saved]
+    while stack:
+        node = stack.pop()
+        if node in there or node in found:
+            continue
+        if not _is_cheap(node) or len(found) == _LONGEST:
+            return []
+        found[node] = None
+        stack += node.all_input_nodes
+    return sorted(found)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    moves = node.target is operator.getitem or node.target in _MOVES
+    return node.op == "call_function" and (is_pointwise(node) or moves)

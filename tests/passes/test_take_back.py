@@ -1,0 +1,102 @@
+"""What was saved so that it may be stored, and then was not, is made again in the backward."""
+
+import pytest
+import torch
+from samples_graphs import given
+from torch import fx, nn
+from torch.nn import functional as F
+
+from hot_compile.passes import pipeline
+from hot_compile.passes.base.graph import aten, placeholders, returned
+from hot_compile.passes.storage.take_back import take_back
+from hot_compile.testing import cosine, hot_step
+
+WIDTH, INNER, ROWS = 64, 96, 128
+
+
+class Gated(nn.Module):
+    """A layer whose input is a gate's result, and the gate's half reads what made it."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        gate, value = self.into(x).chunk(2, -1)
+        return self.out(F.silu(gate) * value)
+
+
+def crossing(monkeypatch, stored):
+    """Shapes that cross by (whether stored exactly), and the gradients, where nothing may be stored
+    or all may."""
+    with monkeypatch.context() as patched:
+        if not stored:
+            patched.setattr(pipeline, "worth_it", lambda chosen, price, most: {})
+            patched.setattr(pipeline, "step_time", lambda *_: _Step())
+            patched.setattr(pipeline, "seconds_allowed", lambda *_: 1.0)
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Gated(), Gated()), torch.randn(ROWS, WIDTH)
+        options = {"min_gain": 0, "memory_min_bytes": 1024}
+        options |= {"memory": "all"} if stored else {"memory": "auto"}
+        _, (graph,) = hot_step(lambda x: model(x).square().mean(), x, options=options)
+    shapes = [tuple(map(int, c.shape)) for c in graph.crossing if c.module]
+    return shapes, {name: p.grad for name, p in model.named_parameters()}, model, x
+
+
+class _Step:
+    """A step that may take long."""
+
+    slack, seconds, waits_for_host = 1.0, 1.0, False
+
+
+def test_where_neither_is_stored_one_is_kept(monkeypatch):
+    both, _, _, _ = crossing(monkeypatch, stored=True)
+    assert (ROWS, INNER) in both, "beside what it is made of"
+    shapes, got, model, x = crossing(monkeypatch, stored=False)
+    assert (ROWS, INNER) not in shapes
+    assert (ROWS, 2 * INNER) in shapes
+    model.zero_grad()
+    model(x).square().mean().backward()
+    for name, p in model.named_parameters():
+        assert cosine(got[name], p.grad) > 0.99, name
+
+
+def graphs(op):
+    """A forward that keeps x's cosine and what ``op`` makes of it; a backward that reads both."""
+    forward, backward = fx.Graph(), fx.Graph()
+    (x,) = given(forward, {"x": ((8, 4), torch.float32)})
+    like = x.meta["val"]
+
+    def call(graph, target, *args):
+        node = graph.call_function(target, args)
+        node.meta["val"] = like
+        return node
+
+    kept = call(forward, aten.cos.default, x)
+    made = call(forward, op, kept) if op is not aten.mm.default else call(forward, op, kept, kept)
+    kept.name, made.name = "kept", "made"
+    forward.output((x, kept, made))
+    arriving = given(
+        backward, dict.fromkeys(("kept", "made", "tangents_1"), ((8, 4), torch.float32))
+    )
+    total = call(backward, aten.mul.Tensor, arriving[1], arriving[2])
+    backward.output((call(backward, aten.mul.Tensor, total, arriving[0]),))
+    return forward, backward, kept, made
+
+
+@pytest.mark.parametrize(
+    ("op", "stored", "taken"),
+    [
+        (aten.sin.default, False, True),
+        (aten.sin.default, True, False),  # what it is made of is not kept as it is
+        (aten.mm.default, False, False),  # no pass over it
+    ],
+)
+def test_what_is_taken_back(op, stored, taken):
+    forward, backward, kept, made = graphs(op)
+    found = take_back(forward, backward, 1, {"made"}, {kept} if stored else set())
+    assert found == ({made} if taken else set())
+    names = [node.name for node in placeholders(backward)]
+    assert ("made" in names) is not taken
+    assert len(returned(forward)) == (2 if taken else 3)
+    assert (len(backward.find_nodes(op="call_function", target=op)) == 1) is taken
