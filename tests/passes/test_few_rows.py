@@ -5,7 +5,8 @@ import torch
 from samples_experts import gradients, loss_of, routed
 from samples_graphs import forms_pay
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.exact import few_rows, permutations
@@ -82,25 +83,19 @@ def test_gradients_of_shared_keys_are_added_up(took, count, dtype):
 )
 def test_where_it_applies(monkeypatch, total, applies):
     monkeypatch.setattr(few_rows, "_LEAST", 1)
-    traced = torch.fx.experimental.proxy_tensor.make_fx(total)(torch.randn(1024))
+    traced = make_fx(total)(torch.randn(1024))
     (node,) = traced.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
     assert few_rows.applies(node) is applies
 
 
-def test_what_is_checkpointed_is_made_again(monkeypatch):
-    """Written out, too: nothing of it crosses that would not have before."""
-    kept = []
-    for modules in ((permutations,), (permutations, few_rows)):
-        with monkeypatch.context() as patched:
-            patched.setattr(few_rows, "_LEAST", 1)
-            took = forms_pay(patched, *modules)
-            model, x = routed(top=8)
-            x.requires_grad_()
-
-            def loss(x, model=model):
-                return checkpoint(model, x, use_reentrant=False).float().sin().sum()
-
-            _, (graph,) = hot_step(loss, x, options=OPTIONS)
-        assert (NAME in took[0]) is (few_rows in modules)
-        kept.append(sum(c.bytes for c in graph.crossing))
-    assert kept[1] <= kept[0]
+def test_what_is_checkpointed_is_made_again():
+    """Written out, too."""
+    trace = make_fx(lambda x: x.view(4, 8, 32).sum(1).sin(), tracing_mode="fake")
+    graph = trace(torch.randn(1024)).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    known, policy = set(graph.nodes), CheckpointPolicy.MUST_RECOMPUTE
+    node.meta |= {"recompute": policy, "ac_graph_id": 3}
+    assert few_rows.replace(graph, node)
+    made = set(graph.nodes) - known
+    assert len(made) > 8
+    assert {(n.meta["recompute"], n.meta["ac_graph_id"]) for n in made} == {(policy, 3)}
