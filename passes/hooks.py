@@ -42,6 +42,7 @@ from hot_compile.passes.storage.made_again import (
     gathered_again,
     joined_again,
     kept_nodes,
+    made_of_changed,
 )
 from hot_compile.passes.storage.predicted_peak import Rise
 from hot_compile.passes.storage.record import Crossing, crossing
@@ -215,7 +216,8 @@ class Partitioner(_Uncopied, CustomPartitionerFn):
         partition: Callable = self._inner or min_cut_rematerialization_partition
         rates = self._context.rates
         keep, spent = (way.keep, 0.0) if way else casts_to_keep(gm.graph, self._joint.step, rates)
-        with self._recomputation(gm, plan, observed, way), kept_nodes(gm, keep):
+        keep = [*keep, *made_of_changed(gm.graph)]
+        with kept_nodes(gm, keep), self._recomputation(gm, plan, observed, way):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         for half in (forward, backward):
             forget_asked(half.graph)

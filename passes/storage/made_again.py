@@ -4,7 +4,8 @@ It does not know that a ``cat`` may be computed twice: a DenseNet's layer keeps 
 before it made once more, a U-Net what it skips, a transformer with one product behind attention and
 MLP both of these. Nor does it have rows gathered twice if what they are taken from has another
 reader far away, as where a router picks each token's experts: these rows are several times what
-they are gathered from.
+they are gathered from. And it makes again, of an input that the forward changes, what was made of
+it as it came: a codebook that a step moves gives other codes by then (seen on torch 2.11 and 2.14).
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from torch import fx
 from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.graph import (
+    aten,
+    closure,
+    made_of_tangents,
+    placeholders,
+    through_views,
+    value_of,
+)
 from hot_compile.passes.base.site import bytes_of
 
 _LEAST = 1.5
@@ -55,6 +63,27 @@ def gathered_again(gm: fx.GraphModule, min_bytes: int) -> contextlib.AbstractCon
     gathers = gm.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     repeating = [node.name for node in gathers if _repeats(node, min_bytes)]
     return _asked(gm, repeating, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def made_of_changed(graph: fx.Graph) -> list[str]:
+    """Names of what a joint graph's backward needs, and its forward makes of inputs as they come,
+    which it changes."""
+    backward = made_of_tangents(graph)
+    readers = (user for source in _changed(graph) for user in through_views(source))
+    return [node.name for node in readers if not closure([node]).isdisjoint(backward)]
+
+
+def _changed(graph: fx.Graph) -> list[fx.Node]:
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    into = {node.args[0] for node in copies}
+    results = graph.output_node().meta.get("desc") or ()
+    described = [getattr(each, "mutated_input", None) for each in results]
+    return [n for n in placeholders(graph) if n in into or _is_among(n, described)]
+
+
+def _is_among(node: fx.Node, described: Sequence[Any]) -> bool:
+    own = node.meta.get("desc")
+    return own is not None and own in described
 
 
 def kept_nodes(gm: fx.GraphModule, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:

@@ -61,9 +61,8 @@ def storing_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float:
         packed = held / rates.copy + _arithmetic(worked + held, elements, rates)
     if restored_by_readers(crosser, scheme, rates):
         restored = _read_less(worked, held, elements, rates)
-    if (
-        step := step_of(value)
-    ) > 1:  # the row that it is part of is written, and read for each part
+    step = step_of(value)
+    if step > 1:  # whole rows are written, and read for each part
         packed += step * whole / rates.copy
     if scheme.spec.around:  # its mean is found by a kernel that reads all of it
         packed += whole / rates.copy + rates.start
