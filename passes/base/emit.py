@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.graph import aten, placeholders
 from hot_compile.passes.base.operators import VIEWS
@@ -24,6 +25,10 @@ _DESCRIBING = (
     "partitioner_tag",
     "autograd_backward",
 )
+
+
+_CHECKPOINTED = ("recompute", "ac_graph_id")
+_RECOMPUTES = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 
 
 def describe(like: fx.Node) -> dict[str, Any]:
@@ -142,6 +147,27 @@ class Emitter:
         if not all(isinstance(n, int) for n in (*fake.shape, *fake.stride())):
             return value  # sizes known at run time only are no arguments
         return self(aten.as_strided.default, value, list(fake.shape), list(fake.stride()))
+
+
+class ForwardEmitter(Emitter):
+    """Nodes in the place of one of the forward, in whose checkpointed region they belong.
+
+    What only serves the result is not saved where a policy saves the result.
+    """
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node ``op(*args, **kwargs)``."""
+        node = super().__call__(op, *args, **kwargs)
+        policy = self._like.meta.get("recompute")
+        marks = _CHECKPOINTED if policy in _RECOMPUTES else _CHECKPOINTED[1:]
+        node.meta |= {key: self._like.meta[key] for key in marks if key in self._like.meta}
+        return node
+
+    def put_in_place(self, new: fx.Node) -> None:
+        """Give the readers of ``like`` the result, kept or made again as that one was to be."""
+        if "recompute" in self._like.meta:
+            new.meta["recompute"] = self._like.meta["recompute"]
+        self._like.replace_all_uses_with(new)
 
 
 class Traced:

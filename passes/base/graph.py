@@ -162,6 +162,13 @@ def value_of(node: Any) -> torch.Tensor:
     return node.meta["val"]
 
 
+def is_zeros(node: Any) -> bool:
+    """A tensor full of zeros, or the number as one."""
+    if node.target is aten.scalar_tensor.default:
+        return node.args[0] == 0
+    return node.target is aten.full.default and node.args[1] == 0
+
+
 def untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
     """(base, transposed): ``node`` without 2-D transposes, and whether their number was odd."""
     transposed = False

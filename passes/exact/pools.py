@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter, prims
-from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.graph import aten, is_zeros, value_of
 from hot_compile.passes.base.operators import CASTS, RESHAPES
 
 _FLATTENING = RESHAPES | {aten.clone.default}
@@ -64,12 +64,6 @@ def applies(index: fx.Node) -> bool:
     return _axes(index) is not None and bool(_backwards(index))
 
 
-def pays(offsets: torch.Tensor, tf32: bool) -> str:
-    """'' where it was measured to be faster; else where it was not."""
-    kind = offsets.device.type
-    return "" if kind == "cuda" else f"measured to be faster on CUDA only, not on {kind}"
-
-
 def saves(index: fx.Node) -> float:
     """Seconds a window.
 
@@ -94,12 +88,8 @@ def _backwards(index: fx.Node) -> list[fx.Node]:
             elif user.target is aten.max_pool2d_with_indices_backward.default and node is index:
                 found.append(user)
             elif user.target is aten.scatter_add.default and user.args[2] is node:
-                found += [user] if _is_zero(user.args[0]) else []
+                found += [user] if is_zeros(user.args[0]) else []
     return found
-
-
-def _is_zero(node: Any) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _axes(index: fx.Node) -> list[_Axis] | None:

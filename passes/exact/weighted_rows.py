@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
-from hot_compile.passes.base.graph import aten, value_of
+from hot_compile.passes.base.graph import aten, is_zeros, untranspose, value_of
 from hot_compile.passes.base.operators import CASTS, GROUPED_PRODUCTS
 
 _FLOATS = {torch.bfloat16, torch.float32}
@@ -71,10 +71,10 @@ class _Weighted:
         """The matrices' gradient; ``weighted``: h times the weights."""
         new = {self.scaled[-1]: grad_output, self.product.args[0]: weighted}
         operands = []
-        for old in self.grad_matrices.args[:2]:
-            base = _untransposed(old)
-            order = [0, 1] if base is old else _TRANSPOSE
-            operands.append(emit.permute(new[base], order))
+        given: Any = self.grad_matrices.args
+        for old in given[:2]:
+            base, transposed = untranspose(old)
+            operands.append(emit.permute(new[base], _TRANSPOSE if transposed else [0, 1]))
         return emit(self.grad_matrices.target, *operands, *self.grad_matrices.args[2:])
 
 
@@ -87,12 +87,6 @@ def applies(product: fx.Node) -> bool:
     if not all(isinstance(size, int) for size in sizes):
         return False
     return sizes[1] <= sizes[-1] and _weighted(product) is not None
-
-
-def pays(h: torch.Tensor, tf32: bool) -> str:
-    """'' where it was measured to be faster; else where it was not."""
-    kind = h.device.type
-    return "" if kind == "cuda" else f"measured to be faster on CUDA only, not on {kind}"
 
 
 def saves(product: fx.Node) -> float:
@@ -158,19 +152,13 @@ def _is_mask(node: fx.Node) -> bool:
     if node.target is not aten.where.self:
         return False
     rows, zero, _ = node.args
-    return _is_column(rows) and _is_zero(zero)
+    return _is_column(rows) and is_zeros(zero)
 
 
 def _is_column(node: Any) -> bool:
     """A number a row: [rows, 1]."""
     value = value_of(node)
     return value.dim() == 2 and isinstance(value.shape[1], int) and value.shape[1] == 1
-
-
-def _is_zero(node: Any) -> bool:
-    if node.target is aten.scalar_tensor.default:
-        return node.args[0] == 0
-    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _masks(nodes: list[fx.Node]) -> dict[fx.Node, None]:
@@ -203,7 +191,7 @@ def _backward_of(product: fx.Node, grad_output: fx.Node) -> tuple[fx.Node, fx.No
     grouped = [n for n in readers if n.target in GROUPED_PRODUCTS and n.args[2:] == (ends,)]
     inputs = [n for n in grouped if n.args[0] is grad_output and _swapped(n.args[1], matrices)]
     both = {h, grad_output}
-    others = [n for n in grouped if {_untransposed(a) for a in n.args[:2]} == both]
+    others = [n for n in grouped if {untranspose(a)[0] for a in n.all_input_nodes[:2]} == both]
     if len(readers) != 2 or len(inputs) != 1 or len(others) != 1:
         return None
     return inputs[0], others[0]
@@ -212,11 +200,6 @@ def _backward_of(product: fx.Node, grad_output: fx.Node) -> tuple[fx.Node, fx.No
 def _through(node: fx.Node) -> list[fx.Node]:
     transposed = node.target is aten.permute.default and node.args[1] == _TRANSPOSE
     return list(node.users) if transposed else [node]
-
-
-def _untransposed(node: Any) -> fx.Node:
-    transposed = node.target is aten.permute.default and node.args[1] == _TRANSPOSE
-    return node.args[0] if transposed else node
 
 
 def _swapped(node: Any, matrices: Any) -> bool:

@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
-from hot_compile.passes.base.emit import Emitter, node_of
+from hot_compile.passes.base.emit import Emitter, ForwardEmitter, node_of
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.base.site import Site, SiteNodes
 from hot_compile.passes.forward.choose import ForwardDecision
 from hot_compile.passes.forward.product import Form, int8_product
-
-_CHECKPOINTED = ("recompute", "ac_graph_id")
-_RECOMPUTES = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 
 
 def rewrite_forwards(
@@ -46,16 +42,15 @@ def _apply(graph: fx.Graph, site: Site, decision: ForwardDecision) -> ForwardDec
     assert site.nodes is not None
     assert site.nodes.forward is not None
     old = site.nodes.forward
+    emit = ForwardEmitter(graph, old, old)
     try:
-        new = _replacement(_Forward(graph, old, old), site, decision)
+        new = _replacement(emit, site, decision)
         if new.meta["val"].shape != old.meta["val"].shape:
             raise ValueError(f"{new.meta['val'].shape} in the place of {old.meta['val'].shape}")
     except Exception as error:  # what was built so far is used by nobody
         reason = f"could not be rewritten: {type(error).__name__}: {error}"
         return dataclasses.replace(decision, int8=False, reason=reason)
-    if "recompute" in old.meta:
-        new.meta["recompute"] = old.meta["recompute"]
-    old.replace_all_uses_with(new)
+    emit.put_in_place(new)
     return decision
 
 
@@ -85,18 +80,3 @@ def _ones(emit: Emitter, rows: fx.Node) -> fx.Node:
     """One for each row: what the bias is multiplied with in the epilogue."""
     device = rows.meta["val"].device
     return emit(aten.full.default, [emit.size(rows, 0)], 1.0, dtype=torch.float32, device=device)
-
-
-class _Forward(Emitter):
-    """Nodes in the place of one of the forward, in whose checkpointed region they belong.
-
-    What only serves the product is not saved where a policy saves the product.
-    """
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node ``op(*args, **kwargs)``."""
-        node = super().__call__(op, *args, **kwargs)
-        policy = self._like.meta.get("recompute")
-        marks = _CHECKPOINTED if policy in _RECOMPUTES else _CHECKPOINTED[1:]
-        node.meta |= {key: self._like.meta[key] for key in marks if key in self._like.meta}
-        return node

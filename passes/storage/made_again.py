@@ -77,13 +77,8 @@ def _changed(graph: fx.Graph) -> list[fx.Node]:
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     into = {node.args[0] for node in copies}
     results = graph.output_node().meta.get("desc") or ()
-    described = [getattr(each, "mutated_input", None) for each in results]
-    return [n for n in placeholders(graph) if n in into or _is_among(n, described)]
-
-
-def _is_among(node: fx.Node, described: Sequence[Any]) -> bool:
-    own = node.meta.get("desc")
-    return own is not None and own in described
+    described = [each.mutated_input for each in results if hasattr(each, "mutated_input")]
+    return [n for n in placeholders(graph) if n in into or n.meta.get("desc") in described]
 
 
 def kept_nodes(gm: fx.GraphModule, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
