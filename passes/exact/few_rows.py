@@ -22,6 +22,8 @@ from hot_compile.passes.base.site import elements_of
 _TERMS = range(8, 17)
 """Fewer are written out as they are; of more the code grows long."""
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_ADDED_IN = {None, torch.float32}
+"""What a sum may ask for, as CUDA's autocast does: it is added in fp32 anyway."""
 _LEAST = 2**20
 """Elements: of fewer nothing is won."""
 _MOST_STEPS = 8
@@ -81,7 +83,7 @@ def _dimension(total: fx.Node) -> int | None:
     args: Any = total.args
     value, dims = value_of(args[0]), args[1]
     known = value.dim() > 1 and all(isinstance(size, int) for size in value.shape)
-    if not known or total.kwargs.get("dtype") is not None or len(dims or ()) != 1:
+    if not known or total.kwargs.get("dtype") not in _ADDED_IN or len(dims or ()) != 1:
         return None
     dim = dims[0] % value.dim()
     few = dim < value.dim() - 1 and value.shape[dim] in _TERMS

@@ -74,6 +74,7 @@ def test_gradients_of_shared_keys_are_added_up(took, count, dtype):
         (lambda x: x.view(4, 8, 32).sum(1), True),
         (lambda x: x.view(4, 8, 32).sum(1, keepdim=True), True),
         (lambda x: x.view(4, 8, 32).sum(1, dtype=torch.float64), False),
+        (lambda x: x.view(4, 8, 32).sum(1, dtype=torch.float32), True),
         (lambda x: x.view(4, 32, 8).sum(2), False),  # neighbours in memory
         (lambda x: x.view(2, 2, 8, 32).sum((0, 2)), False),
         (lambda x: x.view(4, 8, 32).sin().sum(1), False),  # worked out where it is added anyway
@@ -86,6 +87,21 @@ def test_where_it_applies(monkeypatch, total, applies):
     traced = make_fx(total)(torch.randn(1024))
     (node,) = traced.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
     assert few_rows.applies(node) is applies
+
+
+def test_what_a_sum_is_asked_for_it_gives():
+    """CUDA's autocast asks for fp32 of bfloat16 rows."""
+    trace = make_fx(lambda x: x.view(4, 8, 32).sum(1, dtype=torch.float32), tracing_mode="fake")
+    x = torch.randn(1024).to(torch.bfloat16)
+    traced = trace(x)
+    (node,) = traced.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert few_rows.replace(traced.graph, node)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    assert not traced.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    truth = x.double().view(4, 8, 32).sum(1)
+    torch.testing.assert_close(traced(x).double(), truth, rtol=1e-6, atol=1e-6)
+    assert traced(x).dtype is torch.float32
 
 
 def test_what_is_checkpointed_is_made_again():
