@@ -43,6 +43,7 @@ from .passes.base.site import bytes_of
 from .passes.context import Context
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
+from .passes.exact.group_norms import decompositions
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer
@@ -109,9 +110,7 @@ def hot(
     patches = inductor_patches(mode, theirs)
     if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
         patches |= _NEW_GRAPH
-    stock: Callable[..., Any] = functools.partial(
-        compile_fx, inner_compile=inner_compile, config_patches=patches
-    )
+    stock = functools.partial(compile_fx, inner_compile=inner_compile, config_patches=patches)
     if not trains(example_inputs):
         return stock(gm, example_inputs)
     path = acceptance.path_of(gm, example_inputs, mode, options)
@@ -234,7 +233,8 @@ class _Graph:
         patches["custom_partitioner_fn"] = partitioner
         lower = keyed_by_graph(self.inner_compile)
         with collected_later(), lightened():  # here, too, for what comes from a cache
-            run: Any = compile_fx(self.gm, self.example_inputs, lower, patches)
+            apart = decompositions(patches) if config.exact_forms else None
+            run: Any = compile_fx(self.gm, self.example_inputs, lower, patches, apart)
         held.tell()
         return run
 

@@ -3,13 +3,15 @@
 The partitioner may save what a norm or a softmax starts from, and recompute the norm in the
 backward. Rounded there, the difference with the mean loses its digits; rounded after it, nothing is
 lost. So the recomputed node itself, what it reads, or one that all its readers go through, is
-saved: in place of the tensor where nothing else reads that, else beside it, if all of them rounded
-take no more than it does.
+saved: in place of the tensor where nothing else reads that, or reads what can be made again of the
+node; else beside it, if all of them rounded take no more than it does. Two tensors that are added
+up, as at the end of a ResNet's stage, do so together: the sum is saved for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import dataclasses
+from collections.abc import Sequence, Set
 
 import networkx as nx
 import torch
@@ -19,6 +21,7 @@ from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of, hint
 from hot_compile.passes.storage.crossers import Judge, base, saved_pairs, seen_by_user
 from hot_compile.passes.storage.cut import CutEditor
+from hot_compile.passes.storage.put_back import put_back, steps_of_norm
 from hot_compile.passes.storage.readers import read
 
 _READERS = "readers"
@@ -40,14 +43,47 @@ def advance(
     ``wider``: also of a wider dtype, as norms work in, if that may be stored by rows: it will be.
     Returns the names of tensors that are saved and were recomputed before.
     """
-    cut, names = _Advance(forward, backward, num_fwd_outputs, judge, wider), list[str]()
+    cut = _Advance(forward, backward, num_fwd_outputs, judge, wider)
+    dear: dict[frozenset[fx.Node], list[_Move]] = {}
     for saved, restored in saved_pairs(forward, backward, num_fwd_outputs):
-        if restored.users and saved.meta["val"].is_floating_point():
-            for there, later in cut.past(saved, restored):
-                cut.add(saved, restored, there, later)
-                names.append(there.name)
+        move = cut.past(saved, restored) if saved.meta["val"].is_floating_point() else None
+        if move is not None and move.pays:
+            cut.make(move)
+        elif move is not None:
+            dear.setdefault(move.cuts, []).append(move)
+    for moves in dear.values():
+        if len(moves) > 1 and _pay_together(moves) and all(n.users for n in moves[0].cuts):
+            cut.make(moves[0])
     cut.finish()
-    return names
+    return cut.names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """What to save so that a tensor need not stay exact."""
+
+    saved: fx.Node
+    restored: fx.Node
+    cuts: frozenset[fx.Node]
+    """Of the backward."""
+    taken: int
+    """Bytes that these take, rounded."""
+    rest: int
+    """Bytes that the tensor takes, rounded, if it is still read."""
+    steps: tuple[fx.Node, ...]
+    """Of a norm, the backward's: undone, they make the tensor of what is saved, for whoever still
+    reads it."""
+
+    @property
+    def pays(self) -> bool:
+        """It takes no more than the tensor does as it is."""
+        rest = 0 if self.steps else self.rest
+        return self.taken + rest <= bytes_of(self.saved.meta["val"])
+
+
+def _pay_together(moves: Sequence[_Move]) -> bool:
+    whole = sum(bytes_of(move.saved.meta["val"]) for move in moves)
+    return moves[0].taken + sum(move.rest for move in moves) <= whole
 
 
 def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node, wider: bool) -> bool:
@@ -107,24 +143,36 @@ class _Advance(CutEditor):
         self._judge = judge
         self._made = {node.name: node for node in forward.nodes}
         self._seen_by_user = seen_by_user(forward, num_fwd_outputs)
+        self.names: list[str] = []
+        """Of what was saved and was recomputed before."""
 
-    def past(self, saved: fx.Node, restored: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """(forward's node, backward's) to save so that ``saved`` need not stay exact.
-
-        Empty if it need not anyway, or if that would take more than it does as it is.
-        """
-        if self._judge.unfit(saved) or not read(restored, self._judge.facts).refusal:
-            return []
+    def past(self, saved: fx.Node, restored: fx.Node) -> _Move | None:
+        """What to save so that ``saved`` need not stay exact; None if it need not anyway, or if
+        nothing helps."""
+        if not restored.users or self._judge.unfit(saved):
+            return None
+        if not read(restored, self._judge.facts).refusal:
+            return None
         cuts = self._cuts(restored, saved, frozenset())
         if not cuts:
-            return []
+            return None
         pairs = [(self._made[later.name], later) for later in sorted(cuts)]
         rest = [(saved, restored)] if read(restored, self._judge.facts, cuts).readers else []
         crossers = [self._judge(there, later, cuts) for there, later in (*pairs, *rest)]
         if any(c.schemes == (Scheme.EXACT,) for c in crossers):
-            return []
-        cost = sum(c.held(c.schemes[1]) for c in crossers)
-        return pairs if cost <= bytes_of(saved.meta["val"]) else []
+            return None
+        *taken, last = [c.held(c.schemes[1]) for c in crossers] + [0] * (not rest)
+        (there, later), *others = pairs
+        steps = () if others or not rest else steps_of_norm(there, saved, later)
+        return _Move(saved, restored, cuts, sum(taken), last, steps)
+
+    def make(self, move: _Move) -> None:
+        """Save them."""
+        for later in sorted(move.cuts):
+            there = self._made[later.name]
+            arriving = self.add(move.saved, move.restored, there, later)
+            self.names.append(there.name)
+            put_back(move.restored, arriving, move.steps)
 
     def _cuts(
         self, root: fx.Node, saved: fx.Node, cuts: frozenset[fx.Node]

@@ -19,6 +19,7 @@ from hot_compile.passes.base.operators import BOUNDED, CASTS, SATURATED, SCALED_
 _ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.linalg_vector_norm.default}
 _FOLLOWED = {
     *(VIEWS | CASTS),
+    aten.clone.default,
     aten.as_strided.default,
     aten.clamp_min.default,
     aten.clamp.default,

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hot_compile.passes.base.graph import (
     CHANNEL_DIM,
-    IMAGE_DIMS,
     as_made,
     aten,
     closure,
@@ -51,6 +50,7 @@ from hot_compile.passes.base.operators import (
 )
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
+from hot_compile.passes.storage.put_back import puts_back
 
 _AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 _ATTENTION_OPERANDS = {"query", "key", "value", "out"}
@@ -211,7 +211,9 @@ class _Reader:
         others = [n for n in others if not is_number(n) and not makes_bool(n)]
         if user in self._chain:
             return
-        if others and self._is_affine(node, user, others):
+        if puts_back(user):
+            self._chain.move(node, user)
+        elif others and self._is_affine(node, user, others):
             self.reading.channel = True
             self._chain.affine(node, user)
         elif others and user.target in SUMS_OF_TWO and not self._is_bias(others):
@@ -226,9 +228,8 @@ class _Reader:
         if not (sums or factors) or (user.args[0] is not node and user.target is aten.div.Tensor):
             return False
         vectors = len(others) == 1 and _by_channel(others[0], user)
-        if vectors and not self.reading.channel and self._of_parameters(others[0]):
-            # a gain or bias, which says nothing of how the values are spread, may follow any norm
-            vectors = len(user.meta["val"].shape) >= IMAGE_DIMS
+        # a gain or bias, which says nothing of how the values are spread, may follow any norm
+        vectors &= self.reading.channel or not self._of_parameters(others[0])
         mine, root = (tuple(map(hint, n.meta["val"].shape)) for n in (node, self._root))
         return vectors and mine == root
 

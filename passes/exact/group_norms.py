@@ -1,0 +1,100 @@
+"""aten.native_group_norm -> the same by plain operators, its backward made of what it normalised.
+
+torch's own reads the input itself, and what was normalised besides: the gradient's products with
+either are sums that a rounded input leaves wrong, and both in 8 bits take the input's 16. By
+``normalised = (input - mean) * rstd`` alone there is one tensor that both read, and it tolerates
+rounding. As many passes over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.decomposition import select_decomp_table
+from torch._prims_common import get_computation_dtype
+
+from hot_compile.passes.base.graph import aten
+
+Decompositions = dict[Any, Callable[..., Any]]
+
+
+def decompositions(patches: Mapping[str, Any]) -> Decompositions:
+    """Inductor's under ``patches`` of its configuration, with these in place of its own."""
+    with inductor_config.patch(dict(patches)):
+        own = select_decomp_table()
+    return {
+        **own,
+        aten.native_group_norm.default: group_norm,
+        aten.native_group_norm_backward.default: group_norm_backward,
+    }
+
+
+def group_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None,
+    n: int, channels: int, positions: int, groups: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(output as ``input`` [n, channels, ...]; mean and rstd, [n, groups] in fp32 or fp64)."""
+    wide = input.to(get_computation_dtype(input.dtype))
+    grouped = wide.reshape(n, groups, channels // groups, positions)
+    var, mean = torch.var_mean(grouped, dim=(2, 3), unbiased=False)
+    rstd = torch.rsqrt(var + eps)
+    out = _normalised(wide, mean, rstd)
+    vector = (1, channels, *(1,) * (input.dim() - 2))
+    out = out if weight is None else out * weight.reshape(vector)
+    out = out if bias is None else out + bias.reshape(vector)
+    return out.to(input.dtype), mean, rstd
+
+
+def group_norm_backward(
+    grad_output: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor | None,
+    n: int, channels: int, positions: int, groups: int, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of input, weight and bias, as far as ``output_mask`` asks for them."""
+    dtype = get_computation_dtype(input.dtype)
+    mean, rstd, grad = (x.to(dtype) for x in (mean, rstd, grad_output))
+    normalised = _normalised(input.to(dtype), mean, rstd)
+    along, plain = (_over_positions(x) for x in (grad * normalised, grad))  # [n, channels]
+    grad_input = None
+    if output_mask[0]:
+        weighted = grad
+        if gamma is not None:
+            weighted = grad * gamma.to(dtype).reshape(1, channels, *(1,) * (input.dim() - 2))
+        share, offset = (
+            _of_channels(
+                _of_groups(x if gamma is None else x * gamma, groups)
+                / (channels // groups * positions),
+                input,
+            )
+            for x in (along, plain)
+        )
+        grad_input = (weighted - normalised * share - offset) * _of_channels(rstd, input)
+        grad_input = grad_input.to(input.dtype)
+    of = input.dtype if gamma is None else gamma.dtype
+    grad_weight = along.sum(0).to(of) if output_mask[1] else None
+    grad_bias = plain.sum(0).to(of) if output_mask[2] else None
+    return grad_input, grad_weight, grad_bias
+
+
+def _normalised(wide: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """In the image's own shape, in which it is stored as it lies in memory."""
+    return (wide - _of_channels(mean, wide)) * _of_channels(rstd, wide)
+
+
+def _of_channels(x: Tensor, like: Tensor) -> Tensor:
+    """What groups have, [n, groups], to broadcast with ``like`` [n, channels, ...]."""
+    n, channels = like.shape[:2]
+    spread = x.unsqueeze(2).expand(*x.shape, channels // x.shape[1])
+    return spread.reshape(n, channels, *(1,) * (like.dim() - 2))
+
+
+def _of_groups(x: Tensor, groups: int) -> Tensor:
+    """Sums over the channels, [n, channels], of a group."""
+    return x.reshape(x.shape[0], groups, -1).sum(2)
+
+
+def _over_positions(x: Tensor) -> Tensor:
+    return x.sum(tuple(range(2, x.dim()))) if x.dim() > 2 else x
