@@ -1,9 +1,12 @@
-"""aten.native_group_norm -> the same by plain operators, its backward made of what it normalised.
+"""Norms -> plain operators, forwards and backwards of which both read what the norm made.
 
-torch's own reads the input itself, and what was normalised besides: the gradient's products with
-either are sums that a rounded input leaves wrong, and both in 8 bits take the input's 16. By
-``normalised = (input - mean) * rstd`` alone there is one tensor that both read, and it tolerates
-rounding. As many passes over memory.
+Of a norm of groups torch's own backward reads the input as well: the gradient's product with that
+is a sum that a rounded input leaves wrong, and both in 8 bits take the input's 16. By
+``normalised = (input - mean) * rstd`` alone there is one tensor, and it tolerates rounding. As many
+passes over memory.
+
+On a CPU torch rounds the mean of a layer norm, and what it is divided by, to the input's dtype for
+the backward alone, which so normalises anew.
 """
 
 from __future__ import annotations
@@ -28,9 +31,22 @@ def decompositions(patches: Mapping[str, Any]) -> Decompositions:
         own = select_decomp_table()
     return {
         **own,
+        aten.native_layer_norm.default: _unrounded(own[aten.native_layer_norm.default]),
         aten.native_group_norm.default: group_norm,
         aten.native_group_norm_backward.default: group_norm_backward,
     }
+
+
+def _unrounded(layer_norm: Callable[..., Any]) -> Callable[..., Any]:
+    """``layer_norm`` that returns mean and rstd as they are worked out."""
+
+    def unrounded(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if input.device.type == "cuda":  # they are
+            return layer_norm(input, *args)  # type: ignore[no-any-return]
+        out, *statistics = layer_norm(input.to(get_computation_dtype(input.dtype)), *args)
+        return out.to(input.dtype), *statistics
+
+    return unrounded
 
 
 def group_norm(

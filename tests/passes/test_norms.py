@@ -1,4 +1,4 @@
-"""Group norms by plain operators: the same norm, whose backward reads what it made of its input."""
+"""Norms by plain operators: the same, and their backward reads what they made of their input."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from samples_storage import crossing
 from torch import nn
 
-from hot_compile.passes.exact import group_norms
+from hot_compile.passes.exact import norms
 from hot_compile.testing import cosine, hot_step
 
 SHAPES = [((4, 32, 7, 5), 8), ((3, 12), 4), ((2, 6, 9), 6), ((2, 8, 3, 4, 5), 1), ((1, 15, 17), 5)]
@@ -28,9 +28,9 @@ def test_it_is_the_norm_and_its_gradient(shape, groups, affine, dtype):
     want.backward(grad.double())
     weight, bias = vectors or (None, None)
     sizes = shape[0], channels, math.prod(shape[2:]), groups
-    got, mean, rstd = group_norms.group_norm(x, weight, bias, *sizes, 1e-5)
+    got, mean, rstd = norms.group_norm(x, weight, bias, *sizes, 1e-5)
     asked = [True, affine, affine]
-    grads = group_norms.group_norm_backward(grad, x, mean, rstd, weight, *sizes, asked)
+    grads = norms.group_norm_backward(grad, x, mean, rstd, weight, *sizes, asked)
     off = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
     assert got.dtype is dtype
     assert (got - want).norm() / want.norm() < off
@@ -92,11 +92,30 @@ def test_16_bits_are_stored_as_what_norms_make(last):
     assert not any("cancel" in c.reason for c in images), images
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norms_on_a_cpu_keep_what_they_made(affine):
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64, elementwise_affine=affine)
+    model, x = nn.Sequential(nn.Linear(64, 64), norm, nn.Linear(64, 32)), torch.randn(8, 96, 64)
+
+    def loss(x):
+        return model(x).float().sin().sum()
+
+    loss(x).backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.to(torch.bfloat16).zero_grad()
+    found = crossing(loss, x.to(torch.bfloat16))
+    for name, p in model.named_parameters():
+        assert cosine(p.grad.float(), exact[name]) > 0.995, name
+    (made,) = [c for c in found if c.module.startswith("1") and c.bytes_before >= x.numel()]
+    assert (made.dtype, made.scheme) == ("float32", "rows8")
+
+
 def test_without_exact_forms_the_norm_is_torchs(monkeypatch):
     taken = []
-    own = group_norms.group_norm_backward
+    own = norms.group_norm_backward
     monkeypatch.setattr(
-        group_norms, "group_norm_backward", lambda *args: (taken.append(1), own(*args))[1]
+        norms, "group_norm_backward", lambda *args: (taken.append(1), own(*args))[1]
     )
     model, x = nn.GroupNorm(4, 16), torch.randn(2, 16, 33, requires_grad=True)
     for forms in (True, False):
