@@ -135,37 +135,38 @@ def _recurrent(kind: str) -> Built:
     return classifier(model, torch.randn(64, 16 if cells else 128, 512))
 
 
-_SIDE, _DRAWN = 32, 2
-"""Pixels of diffusers' latents, and how many there are."""
+_SIDE = 32
+"""Pixels of diffusers' latents."""
 
 
 def _latent(channels: int = 4) -> Tensor:
-    return torch.randn(_DRAWN, channels, _SIDE, _SIDE)
+    return torch.randn(scale()[0], channels, _SIDE, _SIDE)
 
 
 def _moves(tokens: int = 0, width: int = 128) -> dict[str, Tensor]:
     """Noisy latents at their steps, with ``tokens`` embeddings of a text if there are any."""
-    given = {"sample": _latent(), "timestep": torch.randint(1000, (_DRAWN,))}
-    return given | ({"encoder_hidden_states": torch.randn(_DRAWN, tokens, width)} if tokens else {})
+    count = scale()[0]
+    given = {"sample": _latent(), "timestep": torch.randint(1000, (count,))}
+    return given | ({"encoder_hidden_states": torch.randn(count, tokens, width)} if tokens else {})
 
 
 def _dit() -> dict[str, Tensor]:
-    steps, classes = torch.randint(1000, (_DRAWN,)), torch.arange(_DRAWN) % CLASSES
+    steps, classes = torch.randint(1000, (scale()[0],)), torch.arange(scale()[0]) % CLASSES
     return {"hidden_states": _latent(), "timestep": steps, "class_labels": classes}
 
 
 def _sd3() -> dict[str, Tensor]:
     return {
-        "hidden_states": _latent(), "timestep": torch.randint(1000, (_DRAWN,)),
-        "encoder_hidden_states": torch.randn(_DRAWN, 16, 64),
-        "pooled_projections": torch.randn(_DRAWN, 64),
+        "hidden_states": _latent(), "timestep": torch.randint(1000, (scale()[0],)),
+        "encoder_hidden_states": torch.randn(scale()[0], 16, 64),
+        "pooled_projections": torch.randn(scale()[0], 64),
     }  # fmt: skip
 
 
 def _pixart() -> dict[str, Any]:
     return {
-        "hidden_states": _latent(), "timestep": torch.randint(1000, (_DRAWN,)),
-        "encoder_hidden_states": torch.randn(_DRAWN, 16, 64),
+        "hidden_states": _latent(), "timestep": torch.randint(1000, (scale()[0],)),
+        "encoder_hidden_states": torch.randn(scale()[0], 16, 64),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }  # fmt: skip
 

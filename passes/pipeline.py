@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from hot_compile.config import Memory
+from hot_compile.passes.base.graph import value_of
 from hot_compile.passes.base.schemes import Scheme
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.base.steps import Step
 from hot_compile.passes.exact.attention import lay_out_alike
 from hot_compile.passes.exact.casts import cast_together, count_together
@@ -59,13 +61,14 @@ from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.flat import work_out_flat
 from hot_compile.passes.storage.kept_inputs import keep_inputs
 from hot_compile.passes.storage.layout import all_lie_channels_last, lay_images
+from hot_compile.passes.storage.offers import EXACT
 from hot_compile.passes.storage.pieces import (
     join_part_by_part,
     restore_once_where_read_apart,
     work_out_in_pieces,
 )
 from hot_compile.passes.storage.predicted_peak import Rise, Room
-from hot_compile.passes.storage.prices import StoragePrice, rows_seconds
+from hot_compile.passes.storage.prices import StoragePrice
 from hot_compile.passes.storage.probabilities import keep_as_multiplied
 from hot_compile.passes.storage.step_time import step_time
 from hot_compile.passes.storage.store import store
@@ -203,43 +206,42 @@ def _allowed(cut: Partitioned) -> float:
 
 
 def _advance(cut: Partitioned) -> int:
-    config, sure = cut.context.config, _stored_for_sure(cut)
-    if not cut.stores or cut.fits or (config.memory is Memory.FREE and not sure):
+    config = cut.context.config
+    if not cut.stores or cut.fits:
         return 0
     given = (*cut.graphs, cut.num_fwd_outputs)
     kept = 0 if config.has_budget else keep_as_multiplied(*given, cut.judge())
-    cut.advanced = frozenset(advance(*given, cut.judge(), sure))
+    cut.before = frozenset(saved.name for saved, _ in saved_pairs(*given))
+    wider = _may_take_back(cut) and config.memory is not Memory.PAPER
+    cut.advanced = advance(*given, cut.judge(), wider)
     return kept + len(cut.advanced)
 
 
+def _may_take_back(cut: Partitioned) -> bool:
+    """What is to cross instead, and is then not stored, need not be."""
+    return not (cut.plan is None or cut.context.config.has_budget or cut.by_user)
+
+
 def _take_back(cut: Partitioned) -> int:
-    if cut.fit is not None or cut.by_user or not cut.advanced:
+    if not _may_take_back(cut) or cut.fit is not None or not cut.advanced:
         return 0
+    given = (*cut.graphs, cut.num_fwd_outputs)
     stored = {crosser.saved for crosser in (*cut.chosen, *cut.hosted)}
-    taken = take_back(*cut.graphs, cut.num_fwd_outputs, cut.advanced, stored)
+    known = {crosser.saved for crosser in cut.found}
+    taken = take_back(*given, cut.advanced.keys(), stored, cut.before)
     cut.found = [crosser for crosser in cut.found if crosser.saved not in taken]
+    again = [cut.judge()(*pair) for pair in saved_pairs(*given) if pair[0] not in known]
+    cut.found += (dataclasses.replace(c, schemes=EXACT, reason=c.reason or TOO_DEAR) for c in again)
     return len(taken)
 
 
-def _stored_for_sure(cut: Partitioned) -> bool:
-    """What is to cross instead will be stored: else it would be written for nothing, or is wider.
-
-    With "free" or "auto": if the time to spend pays for storing all as the cheapest, norms, are.
-    """
-    config = cut.context.config
-    if cut.plan is None or config.has_budget or config.memory is Memory.PAPER:
-        return False
-    if config.memory is not Memory.FREE and cut.step is None:
-        return True  # whatever it takes
-    most = cut.plan.seconds_won if cut.step is None else _allowed(cut) - cut.spent
-    pairs = saved_pairs(*cut.graphs, cut.num_fwd_outputs)
-    known = cut.context.rates_of(saved for saved, _ in pairs).items()
-    costs = [rows_seconds(saved.meta["val"], rates) for saved, rates in known if rates]
-    return len(costs) == len(known) and sum(costs) <= most
-
-
 def _crossers(cut: Partitioned) -> int:
-    cut.found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+    found = crossers(*cut.graphs, cut.num_fwd_outputs, cut.judge())
+    saved = {crosser.name for crosser in found}
+    before = (node for node in cut.forward.graph.nodes if node.name in cut.before)
+    whole = {node.name: bytes_of(value_of(node)) for node in before}
+    otherwise = {n: whole[name] for n, name in cut.advanced.items() if name not in saved}
+    cut.found = [dataclasses.replace(c, otherwise=otherwise.get(c.name)) for c in found]
     return len(cut.found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import fx
@@ -47,8 +47,11 @@ class Partitioned:
     backward: fx.GraphModule
     num_fwd_outputs: int
     found: list[Crosser] = dataclasses.field(default_factory=list)
-    advanced: frozenset[str] = frozenset()
-    """Names of what is saved so that it may be stored, and was to be made again."""
+    advanced: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of what is saved so that it may be stored, and was to be made again; each with that of
+    what it is saved for."""
+    before: frozenset[str] = frozenset()
+    """Names of what was saved before that."""
     chosen: dict[Crosser, Scheme] = dataclasses.field(default_factory=dict)
     hosted: frozenset[Crosser] = frozenset()
     """What waits for the backward in host memory, as it is stored."""

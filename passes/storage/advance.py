@@ -37,11 +37,12 @@ def advance(
     num_fwd_outputs: int,
     judge: Judge,
     wider: bool = False,
-) -> list[str]:
+) -> dict[str, str]:
     """Save tolerant results of what refuses rounding; both graphs change in place.
 
     ``wider``: also of a wider dtype, as norms work in, if that may be stored by rows: it will be.
-    Returns the names of tensors that are saved and were recomputed before.
+    Returns the names of tensors that are saved and were recomputed before, each with that of the
+    tensor in place of, or beside, which it is.
     """
     cut = _Advance(forward, backward, num_fwd_outputs, judge, wider)
     dear: dict[frozenset[fx.Node], list[_Move]] = {}
@@ -143,8 +144,8 @@ class _Advance(CutEditor):
         self._judge = judge
         self._made = {node.name: node for node in forward.nodes}
         self._seen_by_user = seen_by_user(forward, num_fwd_outputs)
-        self.names: list[str] = []
-        """Of what was saved and was recomputed before."""
+        self.names: dict[str, str] = {}
+        """Of what was saved and was recomputed before: what it was saved for."""
 
     def past(self, saved: fx.Node, restored: fx.Node) -> _Move | None:
         """What to save so that ``saved`` need not stay exact; None if it need not anyway, or if
@@ -171,7 +172,7 @@ class _Advance(CutEditor):
         for later in sorted(move.cuts):
             there = self._made[later.name]
             arriving = self.add(move.saved, move.restored, there, later)
-            self.names.append(there.name)
+            self.names[there.name] = move.saved.name
             put_back(move.restored, arriving, move.steps)
 
     def _cuts(

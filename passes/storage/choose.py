@@ -95,9 +95,15 @@ def worth_it(
 
 def _offer(pairs: Sequence[tuple[Crosser, Scheme]], price: StoragePrice) -> _Offer:
     seconds = sum(price(crosser, scheme) or 0.0 for crosser, scheme in pairs)
-    whole = sum(bytes_of(crosser.saved.meta["val"]) for crosser, _ in pairs)
+    whole = sum(_kept(crosser) for crosser, _ in pairs)
     held = sum(crosser.held(scheme) for crosser, scheme in pairs)
     return _Offer(tuple(pairs), seconds, whole - held)
+
+
+def _kept(crosser: Crosser) -> int:
+    """Bytes where it is not stored."""
+    own = bytes_of(crosser.saved.meta["val"])
+    return own if crosser.otherwise is None else crosser.otherwise
 
 
 @dataclasses.dataclass(frozen=True)

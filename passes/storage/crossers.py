@@ -88,6 +88,8 @@ class Crosser:
     """Their outcome is worth its own bits: a rounded value may fall on the other side."""
     own_mask: Mask | None = None
     """One of them, laid out as it is, that no other tensor has as its own."""
+    otherwise: int | None = None
+    """Bytes that are kept if it is not stored, where these are others than its own."""
 
     @property
     def name(self) -> str:

@@ -24,11 +24,17 @@ class CutEditor:
         recomputed. Returns the backward's placeholder for it."""
         name = later.name
         later.name = f"{name}_recomputed"
-        with self._backward.inserting_before(restored):
-            arriving = self._backward.placeholder(name)
-        arriving.target = arriving.name = name
-        arriving.meta = {"val": there.meta["val"]}
+        arriving = self.keep(there, saved, restored, name)
         later.replace_all_uses_with(arriving)
+        return arriving
+
+    def keep(self, there: fx.Node, saved: fx.Node, restored: fx.Node, name: str = "") -> fx.Node:
+        """Have the forward return ``there`` beside ``saved``, which arrives as ``restored``.
+        Returns the backward's placeholder for it, of its own name if no other is given."""
+        with self._backward.inserting_before(restored):
+            arriving = self._backward.placeholder(name or there.name)
+        arriving.target = arriving.name = name or there.name
+        arriving.meta = {"val": there.meta["val"]}
         outputs: list[Any] = []
         for place, value in enumerate(returned(self._forward)):
             is_slot = value is saved and place >= self._user_outputs

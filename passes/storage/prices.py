@@ -94,14 +94,6 @@ def host_seconds(crosser: Crosser, scheme: Scheme, rates: Rates) -> float | None
     return 2 * (held / rates.host_copy + rates.launch)
 
 
-def rows_seconds(value: Tensor, rates: Rates) -> float:
-    """What storing ``value`` in 8 bits costs at least: between kernels that pack and restore it."""
-    whole, held = bytes_of(value), elements_of(value)
-    worked = _worked(value, whole, rates)
-    packed = held / rates.copy + _arithmetic(worked + held, held, rates)
-    return packed + _read_less(worked, held, held, rates)
-
-
 def _worked(value: Tensor, whole: int, rates: Rates) -> int:
     """Bytes that count where ``whole`` bytes of ``value`` are worked out."""
     slow = value.dtype.itemsize == 2 and not rates.asynchronous

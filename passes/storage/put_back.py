@@ -67,9 +67,18 @@ def put_back(restored: fx.Node, arriving: fx.Node, steps: Sequence[fx.Node]) -> 
     for step in reversed(steps):
         undone = aten.add.Tensor if step.target is aten.sub.Tensor else aten.div.Tensor
         whole = emit(undone, whole, copies[step.args[1]])  # type: ignore[index]
-        whole.meta[_MARK] = True
-    restored.replace_all_uses_with(emit.cast(whole, restored.meta["val"].dtype))
+        whole.meta[_MARK] = ""
+    whole = emit.cast(whole, restored.meta["val"].dtype)
+    whole.meta[_MARK] = restored.name
+    restored.replace_all_uses_with(whole)
     return True
+
+
+def give_back(backward: fx.Graph, arriving: fx.Node) -> None:
+    """Have the backward read a tensor that arrives, after all, where it was to be made again."""
+    for node in backward.nodes:
+        if node.meta.get(_MARK) == arriving.name:
+            node.replace_all_uses_with(arriving)
 
 
 def puts_back(node: fx.Node) -> bool:

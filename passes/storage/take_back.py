@@ -1,23 +1,28 @@
 """Takes back what was saved so that it may be stored, and then was not.
 
-``advance`` saves a gate's result beside what the gate reads, for then both tolerate rounding. Where
-a step has not the time to store either, both would stay as they are, and the former is made of the
-latter: the backward makes it again, as it was to.
+``advance`` saves a gate's result beside what the gate reads, for then both tolerate rounding, or a
+norm's, in fp32, in place of the 16 bits that the norm reads. Where a step has not the time to store
+them, they would stay as they are: the backward makes them again, as it was to, of what is kept, or
+of what was kept before.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Set
 
 from torch import fx
 
-from hot_compile.passes.base.graph import placeholders
+from hot_compile.passes.base.graph import placeholders, value_of
 from hot_compile.passes.base.operators import CASTS, MOVES, SPLITS, VIEWS, is_pointwise
+from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.crossers import saved_pairs
 from hot_compile.passes.storage.cut import CutEditor
+from hot_compile.passes.storage.put_back import give_back
 
 _MOVES = VIEWS | MOVES | CASTS | SPLITS.keys()
+_MOST = 9 / 8
+"""Times its bytes that may be kept instead: a norm's input and what the norm took."""
 _LONGEST = 24
 """Operators that make it of what is kept."""
 
@@ -28,12 +33,14 @@ def take_back(
     num_fwd_outputs: int,
     names: Set[str],
     stored: Set[fx.Node],
+    before: Set[str] = frozenset(),
 ) -> set[fx.Node]:
     """Both graphs change in place; returns which of the forward's nodes are saved no more.
 
     Args:
         names: of what was saved so that it may be stored.
         stored: what is not kept as it is.
+        before: names of what was saved before that.
     """
     pairs = dict(saved_pairs(forward, backward, num_fwd_outputs))
     exact = {saved: there for saved, there in pairs.items() if saved not in stored}
@@ -41,18 +48,30 @@ def take_back(
     for node in placeholders(forward):
         if node.name in arriving:
             exact[node] = arriving[node.name]
+    lost = {node for node in forward.nodes if node.name in before and node not in pairs}
     cut, taken = CutEditor(forward, backward, num_fwd_outputs), set[fx.Node]()
     for saved in [node for node in exact if node.name in names and exact[node].users]:
         there = {node: kept for node, kept in exact.items() if node is not saved}
-        chain = _chain(saved, there)
-        if chain:
-            cut.remake(exact.pop(saved), chain, there)
-            taken.add(saved)
+        chain = _chain(saved, there.keys() | lost)
+        read = dict.fromkeys(n for node in chain for n in node.all_input_nodes)
+        again = [node for node in read if node not in there and node not in chain]
+        if not chain or sum(map(_bytes, again)) > _MOST * _bytes(saved):
+            continue
+        for node in again:
+            there[node] = exact[node] = cut.keep(node, saved, exact[saved])
+            give_back(backward, exact[node])
+        lost -= set(again)
+        cut.remake(exact.pop(saved), chain, there)
+        taken.add(saved)
     cut.finish()
     return taken
 
 
-def _chain(saved: fx.Node, there: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+def _bytes(node: fx.Node) -> int:
+    return bytes_of(value_of(node))
+
+
+def _chain(saved: fx.Node, there: Set[fx.Node]) -> list[fx.Node]:
     """What makes ``saved`` of ``there``, in order; empty if that takes more than a pass over it."""
     found, stack = dict[fx.Node, None](), [saved]
     while stack:

@@ -100,3 +100,59 @@ def test_what_is_taken_back(op, stored, taken):
     assert ("made" in names) is not taken
     assert len(returned(forward)) == (2 if taken else 3)
     assert (len(backward.find_nodes(op="call_function", target=op)) == 1) is taken
+
+
+class Normed(nn.Module):
+    """Group norms in 16 bits whose input a convolution reads, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 32) for _ in range(3))
+        self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(3))
+        self.beside = nn.Conv2d(32, 32, 1)
+
+    def forward(self, x):
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = self.beside(x) + conv(F.silu(norm(x)))
+        return x
+
+
+def test_what_a_norm_reads_is_kept_again_where_its_result_is_not_stored(monkeypatch):
+    """As it was before, and no gradient changes."""
+    monkeypatch.setattr(pipeline, "step_time", lambda *_: _Step())
+    monkeypatch.setattr(pipeline, "seconds_allowed", lambda *_: 1.0)
+    torch.manual_seed(0)
+    model, x = Normed().to(torch.bfloat16), torch.randn(4, 32, 16, 16, dtype=torch.bfloat16)
+    options = {"min_gain": 99, "memory_min_bytes": 1024}
+
+    def loss(x):
+        return model(x).float().square().mean()
+
+    def gradients(most):
+        def worth(chosen, price, seconds):
+            return dict([*chosen.items()][:most])
+
+        monkeypatch.setattr(pipeline, "worth_it", worth)
+        model.zero_grad()
+        _, (graph,) = hot_step(loss, x, options=options)
+        return graph.crossing, [p.grad.clone() for p in model.parameters()]
+
+    none, exact = gradients(0)
+    assert {c.dtype for c in none if c.bytes >= x.numel()} == {"bfloat16"}
+    assert all(c.scheme == "exact" for c in none)
+    sizes = {c.name: c.bytes for c in none}
+    held = [sum(sizes.values())]
+    for most in (1, 2, 99):
+        found, got = gradients(most)
+        kept = {c.name: c.bytes for c in found if c.scheme == "exact"}
+        assert kept.items() <= sizes.items()
+        assert len(found) - len(kept) == min(most, 2)  # the first block reads an input
+        held.append(sum(c.bytes for c in found))
+        for a, b in zip(got, exact, strict=True):
+            assert cosine(a.float(), b.float()) > 0.998
+    assert held == sorted(held, reverse=True)
+    assert held[-1] < 0.7 * held[0]  # two of three in half
+    model.float().zero_grad()
+    loss(x.float()).backward()
+    for p, b in zip(model.parameters(), exact, strict=True):
+        assert cosine(p.grad, b.float()) > 0.999
