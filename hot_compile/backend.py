@@ -43,7 +43,7 @@ from .passes.base.site import bytes_of
 from .passes.context import Context
 from .passes.cost.devices import pricing
 from .passes.cost.linear import Pricing
-from .passes.exact.norms import decompositions
+from .passes.exact.decompositions import decompositions
 from .passes.hooks import JointPass, Partitioner
 from .passes.layers.match import GraphInputs, graph_inputs
 from .passes.measure.observe import Observation, Observer

@@ -11,42 +11,24 @@ the backward alone, which so normalises anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.decomposition import select_decomp_table
 from torch._prims_common import get_computation_dtype
 
-from hot_compile.passes.base.graph import aten
 
-Decompositions = dict[Any, Callable[..., Any]]
-
-
-def decompositions(patches: Mapping[str, Any]) -> Decompositions:
-    """Inductor's under ``patches`` of its configuration, with these in place of its own."""
-    with inductor_config.patch(dict(patches)):
-        own = select_decomp_table()
-    return {
-        **own,
-        aten.native_layer_norm.default: _unrounded(own[aten.native_layer_norm.default]),
-        aten.native_group_norm.default: group_norm,
-        aten.native_group_norm_backward.default: group_norm_backward,
-    }
-
-
-def _unrounded(layer_norm: Callable[..., Any]) -> Callable[..., Any]:
+def unrounded(layer_norm: Callable[..., Any]) -> Callable[..., Any]:
     """``layer_norm`` that returns mean and rstd as they are worked out."""
 
-    def unrounded(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def apart(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         if input.device.type == "cuda":  # they are
             return layer_norm(input, *args)  # type: ignore[no-any-return]
         out, *statistics = layer_norm(input.to(get_computation_dtype(input.dtype)), *args)
         return out.to(input.dtype), *statistics
 
-    return unrounded
+    return apart
 
 
 def group_norm(
