@@ -95,6 +95,8 @@ def _replaces(there: fx.Node, later: fx.Node, saved: fx.Node, wider: bool) -> bo
     mine, value = saved.meta["val"], there.meta.get("val")
     if not isinstance(value, torch.Tensor) or there.target is not later.target:
         return False
+    if value.shape != later.meta["val"].shape:
+        return False
     share = hint(value.numel()) / max(1, hint(mine.numel()))
     return _LEAST_PART <= share <= 1 and (wider or bytes_of(value) <= bytes_of(mine))
 
@@ -142,7 +144,10 @@ class _Advance(CutEditor):
         super().__init__(forward, backward, num_fwd_outputs)
         self._wider = wider
         self._judge = judge
-        self._made = {node.name: node for node in forward.nodes}
+        names = {node.name: node for node in forward.nodes}
+        self._made = {later: names[later.name] for later in backward.nodes if later.name in names}
+        """What the backward makes again -> what it is in the forward. What is added to the backward
+        from here on may have the name of something else there."""
         self._seen_by_user = seen_by_user(forward, num_fwd_outputs)
         self.names: dict[str, str] = {}
         """Of what was saved and was recomputed before: what it was saved for."""
@@ -157,7 +162,7 @@ class _Advance(CutEditor):
         cuts = self._cuts(restored, saved, frozenset())
         if not cuts:
             return None
-        pairs = [(self._made[later.name], later) for later in sorted(cuts)]
+        pairs = [(self._made[later], later) for later in sorted(cuts)]
         rest = [(saved, restored)] if read(restored, self._judge.facts, cuts).readers else []
         crossers = [self._judge(there, later, cuts) for there, later in (*pairs, *rest)]
         if any(c.schemes == (Scheme.EXACT,) for c in crossers):
@@ -170,7 +175,7 @@ class _Advance(CutEditor):
     def make(self, move: _Move) -> None:
         """Save them."""
         for later in sorted(move.cuts):
-            there = self._made[later.name]
+            there = self._made[later]
             arriving = self.add(move.saved, move.restored, there, later)
             self.names[there.name] = move.saved.name
             put_back(move.restored, arriving, move.steps)
@@ -199,7 +204,7 @@ class _Advance(CutEditor):
         """None of ``nodes`` need be exact where ``cuts`` are saved, and those of more than ``most``
         bytes may be stored by rows, which takes no kernel of its own."""
         for node in nodes:
-            schemes = self._judge(self._made[node.name], node, cuts).schemes
+            schemes = self._judge(self._made[node], node, cuts).schemes
             large = bytes_of(node.meta["val"]) > most
             if schemes == (Scheme.EXACT,) or (large and Scheme.ROWS8 not in schemes):
                 return False
@@ -212,7 +217,7 @@ class _Advance(CutEditor):
             return []
         before, found = _made_of(culprit), []
         for later in (*_bottlenecks(culprit, self._judge), *before):
-            there = self._made.get(later.name)
+            there = self._made.get(later)
             if there is None or not _replaces(there, later, saved, self._wider):
                 continue
             if base(there) not in self._seen_by_user and not self._judge.unfit(there):

@@ -63,13 +63,16 @@ def put_back(restored: fx.Node, arriving: fx.Node, steps: Sequence[fx.Node]) -> 
     with graph.inserting_before(first):
         for node in sorted(needed - copies.keys()):
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node]._rename(f"{node.name}_again")  # no name of the forward's
     emit, whole = Emitter(graph, first, steps[0]), arriving
     for step in reversed(steps):
         undone = aten.add.Tensor if step.target is aten.sub.Tensor else aten.div.Tensor
         whole = emit(undone, whole, copies[step.args[1]])  # type: ignore[index]
         whole.meta[_MARK] = ""
+        whole._rename(f"{restored.name}_again")
     whole = emit.cast(whole, restored.meta["val"].dtype)
     whole.meta[_MARK] = restored.name
+    whole._rename(f"{restored.name}_again")
     restored.replace_all_uses_with(whole)
     return True
 

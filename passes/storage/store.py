@@ -236,15 +236,20 @@ class _Edit:
         """Copies of images that the backward makes anew, laid out as Inductor lays the forward's.
 
         It does not heed what a copy asks for there; but of what a convolution's backward reads it
-        heeds the strides, which would be those of the copy.
+        heeds the strides, which would be those of the copy. What passes added to the backward may
+        have the name of something else in the forward.
         """
         copies = self._backward.find_nodes(op="call_function", target=aten.clone.default)
-        marked = {node.name for node in self._forward.nodes if is_marked(node)}
-        copies = [copy for copy in copies if copy.name in marked]
+        marked = {node.name: value_of(node) for node in self._forward.nodes if is_marked(node)}
+        copies = [c for c in copies if c.name in marked and _alike(value_of(c), marked[c.name])]
         for copy in copies:
             copy.update_kwarg("memory_format", torch.channels_last)
             copy.meta["val"] = fake_result(copy, fake_mode(copy))
         return copies
+
+
+def _alike(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return value.shape == other.shape and value.dtype is other.dtype
 
 
 def _come_behind(node: fx.Node, others: Sequence[fx.Node]) -> None:

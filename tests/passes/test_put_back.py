@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from samples_graphs import given
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hot_compile.passes.base.graph import aten, placeholders
+from hot_compile.passes.storage.layout import _MARK as LIES_CHANNELS_LAST
 from hot_compile.passes.storage.put_back import give_back, put_back, puts_back, steps_of_norm
+from hot_compile.passes.storage.store import store
 
 SIZE = (4, 8, 16, 16)
 
@@ -73,6 +76,7 @@ def test_what_was_read_is_made_of_the_result(late):
     wide = [t.view(4, 2, 1).expand(4, 2, 4).reshape(4, 8, 1, 1) for t in (mean, rstd)]
     norm = (x - wide[0]) * wide[1]
     want = run(x, norm, mean, rstd)
+    names = {node.name for node in graph.nodes}
     assert put_back(restored, made, steps)
     graph.lint()
     run.recompile()
@@ -80,6 +84,9 @@ def test_what_was_read_is_made_of_the_result(late):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-3, atol=2e-3)  # half's
     assert sum(map(puts_back, graph.nodes)) == len(steps)
+    added = {node.name for node in graph.nodes} - names
+    assert added
+    assert all("_again" in name for name in added), "no name that something has in the forward"
     give_back(graph, restored)
     graph.eliminate_dead_code()
     run.recompile()
@@ -95,3 +102,20 @@ def test_where_the_mean_is_made_of_it_nothing_is_put_back():
     assert not put_back(restored, made, (result.args[0], result))
     assert not put_back(restored, made, ())
     assert not any(map(puts_back, graph.nodes))
+
+
+@pytest.mark.parametrize("size", [(2, 8, 4, 4), (2, 8, 16)])
+def test_a_copy_that_has_an_images_name_is_laid_as_one_if_it_may_be_it(size):
+    """An autoencoder's backward copies a norm's numbers, by the name that an image has before."""
+    forward, back = fx.Graph(), fx.Graph()
+    (x,) = given(forward, {"x": ((2, 8, 4, 4), torch.float32)})
+    (y,) = given(back, {"tangents_1": (size, torch.float32)})
+    image, copy = (g.call_function(aten.clone.default, (n,)) for g, n in ((forward, x), (back, y)))
+    for node, source in ((image, x), (copy, y)):
+        node.name, node.meta["val"] = "clone_7", source.meta["val"]
+    image.meta[LIES_CHANNELS_LAST] = True
+    forward.output((image,))
+    back.output((copy,))
+    assert store(forward, back, 1, {}) == {}
+    laid = copy.kwargs.get("memory_format") is torch.channels_last
+    assert laid is (len(size) == 4)
