@@ -110,7 +110,8 @@ def hot(
     patches = inductor_patches(mode, theirs)
     if inner_compile is not compile_fx_inner:  # torch's caches do not know who lowers: no sharing
         patches |= _NEW_GRAPH
-    stock = functools.partial(compile_fx, inner_compile=inner_compile, config_patches=patches)
+    how: dict[str, Any] = {"inner_compile": inner_compile, "config_patches": patches}
+    stock: Callable[..., Any] = functools.partial(compile_fx, **how)
     if not trains(example_inputs):
         return stock(gm, example_inputs)
     path = acceptance.path_of(gm, example_inputs, mode, options)
