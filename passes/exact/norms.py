@@ -91,7 +91,7 @@ def _of_channels(x: Tensor, like: Tensor) -> Tensor:
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:
     """Sums over the channels, [n, channels], of a group."""
-    return x.reshape(x.shape[0], groups, -1).sum(2)
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups).sum(2)
 
 
 def _over_positions(x: Tensor) -> Tensor:

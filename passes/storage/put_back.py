@@ -39,7 +39,14 @@ def steps_of_norm(there: fx.Node, saved: fx.Node, later: fx.Node) -> tuple[fx.No
     own = mean.target in _MEANS and strip(mean.args[0], IN_ORDER | CASTS) is saved
     few = all(_FEW * elements_of(value_of(as_made(n.args[1]))) <= elements_of(value_of(n))  # type: ignore[arg-type]
               for n in steps)  # fmt: skip
-    return _steps(later) if own and few else ()
+    again = _steps(later) if own and few else ()
+    restored = strip(again[0].args[0], CASTS) if again else None  # type: ignore[arg-type]
+    return () if restored in _needed(again) else again
+
+
+def _needed(steps: Sequence[fx.Node]) -> set[fx.Node]:
+    """What the numbers that ``steps`` take are made of."""
+    return {node for step in steps for node in made_of(step.args[1])}  # type: ignore[arg-type]
 
 
 def _steps(result: fx.Node) -> tuple[fx.Node, ...]:
@@ -50,14 +57,14 @@ def _steps(result: fx.Node) -> tuple[fx.Node, ...]:
     return steps if steps[0].target is aten.sub.Tensor and two else ()
 
 
-def put_back(restored: fx.Node, arriving: fx.Node, steps: Sequence[fx.Node]) -> bool:
+def put_back(restored: fx.Node, arriving: fx.Node, steps: Sequence[fx.Node]) -> None:
     """Have the backward make of ``arriving``, a norm's result, what it reads as ``restored``.
 
-    False, and nothing done, if what ``steps`` take is itself made of that.
+    Nothing is done without ``steps``.
     """
-    needed = {node for step in steps for node in made_of(step.args[1])}  # type: ignore[arg-type]
-    if not steps or restored in needed:
-        return False
+    if not steps:
+        return
+    needed = _needed(steps)
     graph, first = restored.graph, min(restored.users)
     copies = {node: node for node in needed if node < first}
     with graph.inserting_before(first):
@@ -74,7 +81,6 @@ def put_back(restored: fx.Node, arriving: fx.Node, steps: Sequence[fx.Node]) -> 
     whole.meta[_MARK] = restored.name
     whole._rename(f"{restored.name}_again")
     restored.replace_all_uses_with(whole)
-    return True
 
 
 def give_back(backward: fx.Graph, arriving: fx.Node) -> None:

@@ -39,6 +39,13 @@ def test_it_is_the_norm_and_its_gradient(shape, groups, affine, dtype):
         assert (found.double() - exact.grad).norm() / exact.grad.norm() < off
 
 
+def test_a_batch_of_none():
+    model, x = nn.GroupNorm(2, 8), torch.randn(0, 8, 4, requires_grad=True)
+    hot_step(lambda x: model(x).sum(), x)
+    assert x.grad.shape == x.shape
+    assert not model.weight.grad.any()
+
+
 class Block(nn.Module):
     """A UNet's: what the first norm reads goes into a convolution beside it, too."""
 

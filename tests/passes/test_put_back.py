@@ -44,13 +44,17 @@ def normed(x, scaled=True, own=True, wide=False):
     ],
 )
 def test_the_steps_of_a_norm(facts, count):
-    graph = traced(lambda x: normed(x, **facts), torch.randn(SIZE))
+    graph, (back, _) = traced(lambda x: normed(x, **facts), torch.randn(SIZE)), backward(late=False)
     (x,) = placeholders(graph)
-    result = of(graph, aten.mul.Tensor if facts.get("scaled", True) else aten.sub.Tensor)
-    found = steps_of_norm(result, x, result)
+    result, later = (
+        of(g, aten.mul.Tensor if facts.get("scaled", True) else aten.sub.Tensor)
+        for g in (graph, back)
+    )
+    found = steps_of_norm(result, x, later)
     assert len(found) == count
-    assert not found or found[-1] is result
-    assert steps_of_norm(of(graph, aten.sub.Tensor).args[1], x, result) == ()
+    assert not found or found[-1] is later
+    assert steps_of_norm(of(graph, aten.sub.Tensor).args[1], x, later) == ()
+    assert steps_of_norm(result, x, result) == (), "its mean is made of what is to be made of it"
 
 
 def backward(late):
@@ -77,7 +81,7 @@ def test_what_was_read_is_made_of_the_result(late):
     norm = (x - wide[0]) * wide[1]
     want = run(x, norm, mean, rstd)
     names = {node.name for node in graph.nodes}
-    assert put_back(restored, made, steps)
+    put_back(restored, made, steps)
     graph.lint()
     run.recompile()
     got = run(torch.full(SIZE, torch.nan), norm, mean, rstd)
@@ -95,12 +99,10 @@ def test_what_was_read_is_made_of_the_result(late):
         assert torch.equal(a, b)
 
 
-def test_where_the_mean_is_made_of_it_nothing_is_put_back():
-    graph = traced(lambda x, made: (normed(x), made), torch.randn(SIZE), torch.randn(SIZE))
-    restored, made = placeholders(graph)
-    result = of(graph, aten.mul.Tensor)
-    assert not put_back(restored, made, (result.args[0], result))
-    assert not put_back(restored, made, ())
+def test_without_steps_nothing_is_put_back():
+    graph, _ = backward(late=False)
+    restored, made, *_ = placeholders(graph)
+    put_back(restored, made, ())
     assert not any(map(puts_back, graph.nodes))
 
 
