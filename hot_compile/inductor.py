@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 
 from .config import OBJECTS, option_names
 from .errors import OptionError, PassDisabledError
@@ -65,13 +66,17 @@ def keyed_by_graph(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
 
     Halves of a graph are keyed with the passes of joint graphs that are set, and ours are other
     ones for each graph: they go by names. Blocks that are alike, as DistributedDataParallel cuts
-    them, were each lowered and loaded anew (a ViT-B's: 28 graphs for stock's 8).
+    them, were each lowered and loaded anew (a ViT-B's: 28 graphs for stock's 8). What takes
+    operators apart before (``passes/exact/decompositions.py``) is done by then: what lowers them is
+    told of Inductor's own table, which has a name in its caches (torch 2.14).
     """
 
     @functools.wraps(inner_compile)
     def lowered(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         passes = {"joint_custom_pre_pass": Ran(), "custom_partitioner_fn": None}
         layout = {"force_layout_optimization": True} if CHANNELS_LAST in gm.meta else {}
+        if "get_decomp_fn" in kwargs:
+            kwargs["get_decomp_fn"] = select_decomp_table
         with inductor_config.patch({**passes, **layout}), lightened():
             return inner_compile(gm, *args, **kwargs)
 

@@ -363,9 +363,9 @@ def test_a_partitioner_without_uuid_is_never_cached(monkeypatch):
 
     seen, compile_fx = [], backend.compile_fx
 
-    def spy(gm, inputs, inner_compile, config_patches):
+    def spy(gm, inputs, inner_compile, config_patches, *others):
         seen.append(config_patches)
-        return compile_fx(gm, inputs, inner_compile, config_patches)
+        return compile_fx(gm, inputs, inner_compile, config_patches, *others)
 
     monkeypatch.setattr(backend, "compile_fx", spy)
     layer = nn.Linear(64, 64)
