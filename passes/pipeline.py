@@ -212,23 +212,19 @@ def _advance(cut: Partitioned) -> int:
     given = (*cut.graphs, cut.num_fwd_outputs)
     kept = 0 if config.has_budget else keep_as_multiplied(*given, cut.judge())
     cut.before = frozenset(saved.name for saved, _ in saved_pairs(*given))
-    wider = _may_take_back(cut) and config.memory is not Memory.PAPER
-    cut.advanced = advance(*given, cut.judge(), wider)
+    only_stored = config.has_budget or config.memory is Memory.PAPER or cut.by_user
+    cut.advanced = advance(*given, cut.judge(), wider=not only_stored)
     return kept + len(cut.advanced)
 
 
-def _may_take_back(cut: Partitioned) -> bool:
-    """What is to cross instead, and is then not stored, need not be."""
-    return not (cut.plan is None or cut.context.config.has_budget or cut.by_user)
-
-
 def _take_back(cut: Partitioned) -> int:
-    if not _may_take_back(cut) or cut.fit is not None or not cut.advanced:
+    if cut.fit is not None or cut.by_user or not cut.advanced:
         return 0
     given = (*cut.graphs, cut.num_fwd_outputs)
     stored = {crosser.saved for crosser in (*cut.chosen, *cut.hosted)}
     known = {crosser.saved for crosser in cut.found}
-    taken = take_back(*given, cut.advanced.keys(), stored, cut.before)
+    before = frozenset[str]() if cut.context.config.has_budget else cut.before  # it counts bytes
+    taken = take_back(*given, cut.advanced.keys(), stored, before)
     cut.found = [crosser for crosser in cut.found if crosser.saved not in taken]
     again = [cut.judge()(*pair) for pair in saved_pairs(*given) if pair[0] not in known]
     cut.found += (dataclasses.replace(c, schemes=EXACT, reason=c.reason or TOO_DEAR) for c in again)

@@ -33,14 +33,14 @@ def take_back(
     num_fwd_outputs: int,
     names: Set[str],
     stored: Set[fx.Node],
-    before: Set[str] = frozenset(),
+    before: Set[str],
 ) -> set[fx.Node]:
     """Both graphs change in place; returns which of the forward's nodes are saved no more.
 
     Args:
         names: of what was saved so that it may be stored.
         stored: what is not kept as it is.
-        before: names of what was saved before that.
+        before: names of what was saved before that, and may be again.
     """
     pairs = dict(saved_pairs(forward, backward, num_fwd_outputs))
     exact = {saved: there for saved, there in pairs.items() if saved not in stored}

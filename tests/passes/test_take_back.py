@@ -43,6 +43,16 @@ def crossing(monkeypatch, stored):
     return shapes, {name: p.grad for name, p in model.named_parameters()}, model, x
 
 
+def test_so_it_is_within_a_budget_of_bytes():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()), torch.randn(ROWS, WIDTH)
+    options = {"min_gain": 0, "memory_min_bytes": 1024, "memory_budget": 1.0}
+    _, (graph,) = hot_step(lambda x: model(x).square().mean(), x, options=options)
+    shapes = [tuple(map(int, c.shape)) for c in graph.crossing if c.module]
+    assert (ROWS, INNER) not in shapes
+    assert (ROWS, 2 * INNER) in shapes
+
+
 class _Step:
     """A step that may take long."""
 
@@ -94,7 +104,7 @@ def graphs(op):
 )
 def test_what_is_taken_back(op, stored, taken):
     forward, backward, kept, made = graphs(op)
-    found = take_back(forward, backward, 1, {"made"}, {kept} if stored else set())
+    found = take_back(forward, backward, 1, {"made"}, {kept} if stored else set(), set())
     assert found == ({made} if taken else set())
     names = [node.name for node in placeholders(backward)]
     assert ("made" in names) is not taken
