@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hot_compile.testing import hot_step
+from hot_compile.testing import cosine, hot_step
 
 ALL = {"min_gain": 0, "keep_head": False, "memory_min_bytes": 1024}
 
@@ -13,6 +13,18 @@ def crossing(function, *inputs, **options):
     """Everything that crosses, by the module that made it; the function's parameters get grads."""
     _, graphs = hot_step(function, *inputs, options={**ALL, **options})
     return [c for graph in graphs for c in graph.crossing]
+
+
+def crossing_right(model, loss, x, *others, floor, dtype=None, **options):
+    """Everything that crosses in a step of ``loss``, ``model`` and ``x`` in ``dtype``; gradients of
+    its parameters have a cosine of more than ``floor`` with exact ones."""
+    loss(x, *others).backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.to(dtype).zero_grad()
+    found = crossing(loss, x.to(dtype or x.dtype), *others, **options)
+    for name, p in model.named_parameters():
+        assert cosine(p.grad.to(exact[name].dtype), exact[name]) > floor, name
+    return found
 
 
 class Block(nn.Module):

@@ -41,9 +41,8 @@ def group_norm(
     var, mean = torch.var_mean(grouped, dim=(2, 3), unbiased=False)
     rstd = torch.rsqrt(var + eps)
     out = _normalised(wide, mean, rstd)
-    vector = (1, channels, *(1,) * (input.dim() - 2))
-    out = out if weight is None else out * weight.reshape(vector)
-    out = out if bias is None else out + bias.reshape(vector)
+    out = out if weight is None else out * _by_channel(weight, wide)
+    out = out if bias is None else out + _by_channel(bias, wide)
     return out.to(input.dtype), mean, rstd
 
 
@@ -58,17 +57,10 @@ def group_norm_backward(
     along, plain = (_over_positions(x) for x in (grad * normalised, grad))  # [n, channels]
     grad_input = None
     if output_mask[0]:
-        weighted = grad
-        if gamma is not None:
-            weighted = grad * gamma.to(dtype).reshape(1, channels, *(1,) * (input.dim() - 2))
-        share, offset = (
-            _of_channels(
-                _of_groups(x if gamma is None else x * gamma, groups)
-                / (channels // groups * positions),
-                input,
-            )
-            for x in (along, plain)
-        )
+        weighted = grad if gamma is None else grad * _by_channel(gamma.to(dtype), input)
+        sums = [x if gamma is None else x * gamma for x in (along, plain)]
+        elements = channels // groups * positions
+        share, offset = (_of_channels(_of_groups(x, groups) / elements, input) for x in sums)
         grad_input = (weighted - normalised * share - offset) * _of_channels(rstd, input)
         grad_input = grad_input.to(input.dtype)
     of = input.dtype if gamma is None else gamma.dtype
@@ -84,9 +76,13 @@ def _normalised(wide: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
 
 def _of_channels(x: Tensor, like: Tensor) -> Tensor:
     """What groups have, [n, groups], to broadcast with ``like`` [n, channels, ...]."""
-    n, channels = like.shape[:2]
-    spread = x.unsqueeze(2).expand(*x.shape, channels // x.shape[1])
-    return spread.reshape(n, channels, *(1,) * (like.dim() - 2))
+    spread = x.unsqueeze(2).expand(*x.shape, like.shape[1] // x.shape[1])
+    return _by_channel(spread.reshape(like.shape[:2]), like)
+
+
+def _by_channel(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` [..., channels] to broadcast with ``like`` [n, channels, ...]."""
+    return x.reshape(*x.shape, *(1,) * (like.dim() - 2))
 
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:

@@ -40,7 +40,8 @@ def advance(
 ) -> dict[str, str]:
     """Save tolerant results of what refuses rounding; both graphs change in place.
 
-    ``wider``: also of a wider dtype, as norms work in, if that may be stored by rows: it will be.
+    ``wider``: also of a wider dtype, as norms work in, if that may be stored by rows; where it is
+    not, it is taken back (``take_back.py``).
     Returns the names of tensors that are saved and were recomputed before, each with that of the
     tensor in place of, or beside, which it is.
     """

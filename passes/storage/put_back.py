@@ -37,11 +37,15 @@ def steps_of_norm(there: fx.Node, saved: fx.Node, later: fx.Node) -> tuple[fx.No
     if mean.target is operator.getitem and mean.args[1] == 1:
         mean = mean.args[0]
     own = mean.target in _MEANS and strip(mean.args[0], IN_ORDER | CASTS) is saved
-    few = all(_FEW * elements_of(value_of(as_made(n.args[1]))) <= elements_of(value_of(n))  # type: ignore[arg-type]
-              for n in steps)  # fmt: skip
-    again = _steps(later) if own and few else ()
+    again = _steps(later) if own and all(map(_takes_few, steps)) else ()
     restored = strip(again[0].args[0], CASTS) if again else None  # type: ignore[arg-type]
     return () if restored in _needed(again) else again
+
+
+def _takes_few(step: fx.Node) -> bool:
+    """It has one number for many elements."""
+    vector = as_made(step.args[1])  # type: ignore[arg-type]
+    return _FEW * elements_of(value_of(vector)) <= elements_of(value_of(step))
 
 
 def _needed(steps: Sequence[fx.Node]) -> set[fx.Node]:
@@ -71,16 +75,15 @@ def put_back(restored: fx.Node, arriving: fx.Node, steps: Sequence[fx.Node]) -> 
         for node in sorted(needed - copies.keys()):
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node]._rename(f"{node.name}_again")  # no name of the forward's
-    emit, whole = Emitter(graph, first, steps[0]), arriving
+    emit, made = Emitter(graph, first, steps[0]), [arriving]
     for step in reversed(steps):
         undone = aten.add.Tensor if step.target is aten.sub.Tensor else aten.div.Tensor
-        whole = emit(undone, whole, copies[step.args[1]])  # type: ignore[index]
-        whole.meta[_MARK] = ""
-        whole._rename(f"{restored.name}_again")
-    whole = emit.cast(whole, restored.meta["val"].dtype)
-    whole.meta[_MARK] = restored.name
-    whole._rename(f"{restored.name}_again")
-    restored.replace_all_uses_with(whole)
+        made.append(emit(undone, made[-1], copies[step.args[1]]))  # type: ignore[index]
+    made.append(emit.cast(made[-1], restored.meta["val"].dtype))
+    for node in dict.fromkeys(made[1:]):
+        node.meta[_MARK] = restored.name if node is made[-1] else ""
+        node._rename(f"{restored.name}_again")
+    restored.replace_all_uses_with(made[-1])
 
 
 def give_back(backward: fx.Graph, arriving: fx.Node) -> None:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from samples_storage import crossing
+from samples_storage import crossing_right
 from torch import nn
 
 from hot_compile.passes.base.graph import aten
 from hot_compile.passes.exact.decompositions import decompositions
-from hot_compile.testing import cosine, hot_step
+from hot_compile.testing import hot_step
 
 FUSED = {
     "addcmul": lambda x, gain, bias: torch.addcmul(bias, gain, x.sigmoid(), value=0.5),
@@ -36,14 +36,10 @@ def test_what_a_fused_operator_reads_is_stored(name):
     def loss(x):
         return model(x).square().mean()
 
-    loss(x).backward()
-    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    large = [c for c in crossing(loss, x) if c.bytes_before >= 4 * 8 * 48 * 96]
+    found = crossing_right(model, loss, x, floor=0.99)
+    large = [c for c in found if c.bytes_before >= 4 * 8 * 48 * 96]
     assert large
     assert all(c.scheme != "exact" for c in large), large
-    for name, p in model.named_parameters():
-        assert cosine(p.grad, exact[name]) > 0.99, name
 
 
 def test_whose_rounding_is_asked_for_stays_whole():

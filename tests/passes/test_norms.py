@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from samples_storage import crossing
+from samples_storage import crossing_right
 from torch import nn
 
 from hot_compile.passes.exact import norms
-from hot_compile.testing import cosine, hot_step
+from hot_compile.testing import hot_step
 
 SHAPES = [((4, 32, 7, 5), 8), ((3, 12), 4), ((2, 6, 9), 6), ((2, 8, 3, 4, 5), 1), ((1, 15, 17), 5)]
 
@@ -85,13 +85,7 @@ def test_16_bits_are_stored_as_what_norms_make(last):
     def loss(x, y):
         return (model(x).float() - y.float()).square().mean()
 
-    loss(x, y).backward()
-    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.to(torch.bfloat16).zero_grad()
-    given = x.to(torch.bfloat16), y
-    found = crossing(loss, *given)
-    for name, p in model.named_parameters():
-        assert cosine(p.grad.float(), exact[name]) > 0.995, name
+    found = crossing_right(model, loss, x, y, floor=0.995, dtype=torch.bfloat16)
     held = sum(c.bytes for c in found)
     # of the five norms' inputs 8 bits each, none of them twice
     assert held < 0.55 * 2 * 4 * 1024 * (32 + 64 + 96 + 32 + 32) + 2**18
@@ -108,12 +102,7 @@ def test_layer_norms_on_a_cpu_keep_what_they_made(affine):
     def loss(x):
         return model(x).float().sin().sum()
 
-    loss(x).backward()
-    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.to(torch.bfloat16).zero_grad()
-    found = crossing(loss, x.to(torch.bfloat16))
-    for name, p in model.named_parameters():
-        assert cosine(p.grad.float(), exact[name]) > 0.995, name
+    found = crossing_right(model, loss, x, floor=0.995, dtype=torch.bfloat16)
     (made,) = [c for c in found if c.module.startswith("1") and c.bytes_before >= x.numel()]
     assert (made.dtype, made.scheme) == ("float32", "rows8")
 
