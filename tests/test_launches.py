@@ -222,10 +222,10 @@ def trained(compiled, x):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_gpus_steps_are_the_same(monkeypatch):
+@torch.backends.cudnn.flags(deterministic=True)
+def test_a_gpus_steps_are_the_same():
     if hasattr(CachingAutotuner, "_build_fast_launcher"):
         pytest.skip("this torch has a short way itself")
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.GELU(), nn.Conv2d(48, 17, 3), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Flatten(), nn.LayerNorm(17 * 11 * 11)).cuda()

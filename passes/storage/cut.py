@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -42,6 +43,24 @@ class CutEditor:
         self._forward.output_node().args = (tuple(outputs),)
         self._done += 1
         return arriving
+
+    def read_as(self, there: fx.Node, saved: fx.Node, arriving: fx.Node) -> fx.Node:
+        """Have the forward return ``there`` in the place of ``saved``, itself or a view of it.
+        Returns the backward's placeholder for it."""
+        chain = [saved]
+        while chain[-1] is not there:
+            chain += chain[-1].all_input_nodes
+        if len(chain) == 1:
+            return arriving
+        kept = self.keep(there, saved, arriving)
+        self.remake(arriving, chain[-2::-1], {there: kept})
+        return kept
+
+    def read_instead(self, readers: Iterable[fx.Node], whole: fx.Node, other: fx.Node) -> None:
+        """Have the backward's ``readers`` of ``whole`` read ``other``, of the same values."""
+        for reader in readers:
+            reader.replace_input_with(whole, other)
+        self._done += 1
 
     def remake(
         self, arriving: fx.Node, chain: list[fx.Node], there: dict[fx.Node, fx.Node]

@@ -2,8 +2,9 @@
 
 Autocast has a softmax in fp32 and the product behind it in 16 bits. Min-cut keeps the scores, of
 which the backward works out the softmax again and casts it for its own product; or the softmax
-itself. Kept is the cast, which takes no more and which the forward writes anyway: so nothing is
-worked out again, nor is anything packed and restored, for which 12 bits are too few less than 16.
+itself; or, beside the cast, either. Kept is the cast, which takes no more and which the forward
+writes anyway: so nothing is worked out again, nor is anything packed and restored, for which 12
+bits are too few less than 16.
 
 A softmax's backward is right to a share of each probability's distance from 0 and from 1 only where
 rows sum to 1, as rounded ones do not: so they are divided by their sum, in the kernel that reads
@@ -19,7 +20,7 @@ from torch import fx
 
 from hot_compile.passes.base.emit import Emitter
 from hot_compile.passes.base.graph import aten, through_views, walk
-from hot_compile.passes.base.operators import CASTS, SIXTEEN_BITS
+from hot_compile.passes.base.operators import CASTS, SIXTEEN_BITS, VIEWS
 from hot_compile.passes.base.schemes import Scheme
 from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.storage.bounds import sums_to_one
@@ -36,23 +37,42 @@ def keep_as_multiplied(
     Both graphs change in place. Returns how many.
     """
     cut = CutEditor(forward, backward, num_fwd_outputs)
-    made = {node.name: node for node in forward.nodes if _is_multiplied_softmax(node)}
+    later = {node.name: node for node in backward.nodes}
     shown = seen_by_user(forward, num_fwd_outputs)
-    for again in [node for node in backward.nodes if node.target in CASTS and node.name in made]:
-        there = made[again.name]
-        softmax, whole = there.args[0], again.args[0]
-        if base(there) in shown or Scheme.GROUPS12 not in judge(softmax, whole).schemes:
+    for there in list(filter(_is_multiplied_softmax, forward.nodes)):
+        softmax = there.all_input_nodes[0]
+        again, whole = later.get(there.name), later.get(softmax.name)
+        if whole is None or base(there) in shown:
             continue
-        freed = _freed(whole, saved_pairs(forward, backward, num_fwd_outputs))
-        if sum(bytes_of(saved.meta["val"]) for saved, _ in freed) < bytes_of(there.meta["val"]):
+        if Scheme.GROUPS12 not in judge(softmax, whole).schemes:
             continue
-        arriving = cut.add(*freed[0], there, again)
+        pairs = saved_pairs(forward, backward, num_fwd_outputs)
+        freed, crosses = _freed(whole, pairs), None
+        if again is None or again.op == "placeholder":
+            crosses = next((pair for pair in pairs if _is_view_of(there, pair[0])), None)
+        added = 0 if crosses else bytes_of(there.meta["val"])
+        gained = sum(bytes_of(saved.meta["val"]) for saved, _ in freed)
+        if not freed or gained < added:
+            continue
+        if crosses:
+            arriving = cut.read_as(there, *crosses)
+        elif again:
+            arriving = cut.add(*freed[0], there, again)
+        else:
+            continue
         readers = [reader for reader in whole.users if reader is not again]
         if readers:
             rows = _divided_by_sums(Emitter(backward, min(readers), whole), arriving)
-            for reader in readers:
-                reader.replace_input_with(whole, rows)
+            cut.read_instead(readers, whole, rows)
     return cut.finish()
+
+
+def _is_view_of(there: fx.Node, saved: fx.Node) -> bool:
+    """Whether it is all of it, of sizes that are known."""
+    same = bytes_of(saved.meta["val"]) == bytes_of(there.meta["val"])
+    while same and saved.target in VIEWS and len(saved.all_input_nodes) == 1:
+        saved = saved.all_input_nodes[0]
+    return same and saved is there
 
 
 def _freed(

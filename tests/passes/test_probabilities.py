@@ -74,10 +74,12 @@ def what_crosses(model, device="cpu", **options):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_forwards_copy_crosses_in_the_place_of_scores(device):
+@pytest.mark.parametrize("recompute", [True, False])  # or the copy is saved beside the scores
+def test_the_forwards_copy_crosses_in_the_place_of_scores(device, recompute):
     torch.manual_seed(0)
     for scores in (masked, lambda s, bias: s / 8 + bias):
-        found = what_crosses(nn.Sequential(Attention(scores), Attention(scores)), device)
+        model = nn.Sequential(Attention(scores), Attention(scores))
+        found = what_crosses(model, device, recompute=recompute)
         assert [(c.dtype, c.scheme) for c in found] == [("bfloat16", "exact")] * 2
         assert all(c.name.startswith("convert_element_type") for c in found), found
 
