@@ -471,10 +471,8 @@ def _accepted(
     gauge = graph.gauge(monitor, config)
     clock = monitor.clock(graph.path, graph.devices)
     differs = graph.changes_by(config, profile) if clock else None
-    watch = graph.looked_at(config, profile, gauge)
-    if not (graph.changed or graph.known.stored):
-        return watch.usual
-    watched = graph.told(watch, gauge, monitor)
+    watched = graph.told(graph.looked_at(config, profile, gauge), gauge, monitor)
+    gauge.exact = not (graph.changed or graph.known.stored)
     if clock and differs:
         watched.clock, watched.differs = clock, differs
     return monitor.watches(watched)

@@ -204,7 +204,7 @@ class Broken(nn.Sequential):
         return self[1](x)
 
 
-def train(found, monkeypatch, steps, broken=False, lasts=0.0, middle=(), slow=8):
+def train(found, monkeypatch, steps, broken=False, lasts=0.0, middle=(), slow=8, launch=1e-9):
     """A net whose GPU, one of an H200's rates, is said to have been timed so, one after another."""
     torch._dynamo.reset()
     told = itertools.repeat(found) if isinstance(found, StepTime) else iter(found)
@@ -217,7 +217,7 @@ def train(found, monkeypatch, steps, broken=False, lasts=0.0, middle=(), slow=8)
     model = (Broken if broken else nn.Sequential)(*layers)
     # exact products so slow that integers pay for few rows
     exact = {dtype: rate / slow for dtype, rate in RATES["sm90"].exact.items()}
-    rates = dataclasses.replace(RATES["sm90"], launch=1e-9, exact=exact)
+    rates = dataclasses.replace(RATES["sm90"], launch=launch, exact=exact)
     keywords = {"inner_compile": run_uncompiled, "prices": lambda device: rates}
     step = torch.compile(
         model, backend=functools.partial(hot, options=OPTIONS, recorder=reports, **keywords)
@@ -254,48 +254,65 @@ def train_exact(monkeypatch):
     monkeypatch.setitem(OPTIONS, "override", {"*": "exact"})
     monkeypatch.setitem(OPTIONS, "memory_min_bytes", 0)
 
-    def trained(found, steps):
-        middle = nn.GELU(), nn.Linear(256, 256)
-        return train(found, monkeypatch, steps, middle=middle, slow=1)[1]
+    def trained(found, steps, middle=(nn.GELU(), nn.Linear(256, 256)), **keywords):
+        return train(found, monkeypatch, steps, middle=middle, slow=1, **keywords)
 
     return trained
 
 
 def test_a_step_that_waits_without_layers_stays_as_it_is(kept, train_exact, caplog):
     """What is stored, and what is made again, are chosen as before the host was timed."""
-    (graph,) = train_exact(WAITS, 2 * STEPS)
+    _, (graph,) = train_exact(WAITS, 2 * STEPS)
     assert graph.plan.step.waits is None
     assert "compiled again" not in caplog.text
 
 
 def test_a_step_that_takes_longer_so_is_compiled_as_it_was(kept, train_exact, caplog):
     slower = dataclasses.replace(LONG, device=1.05 * LONG.device)
-    before, after, again = train_exact([LONG, slower], 2 * STEPS)
+    before, after, again = train_exact([LONG, slower], 2 * STEPS)[1]
     assert after.digest != before.digest
     assert again.digest == before.digest
     assert "takes longer: " in caplog.text
     (file,) = kept.iterdir()
     assert Findings.load(file).timed
     assert Findings.load(file).step is None
-    (again,) = train_exact([], 1)
+    _, (again,) = train_exact([], 1)
     assert again.digest == before.digest
 
 
 def test_a_step_that_takes_no_longer_so_stays(kept, train_exact, caplog):
-    _, after = train_exact([LONG, LONG], 2 * STEPS)
+    _, (_, after) = train_exact([LONG, LONG], 2 * STEPS)
     assert "takes longer" not in caplog.text
     (file,) = kept.iterdir()
     assert Findings.load(file).timed
     assert Findings.load(file).step == LONG
-    (again,) = train_exact([], 1)
+    _, (again,) = train_exact([], 1)
     assert again.digest == after.digest
 
 
 def test_a_step_that_takes_much_longer_than_predicted_stores_more(kept, train_exact, caplog):
-    before, after = train_exact([LONG] * 2, 2 * STEPS)
+    _, (before, after) = train_exact([LONG] * 2, 2 * STEPS)
     assert "would slow the step down" in str([c.reason for c in before.crossing])
     assert after.held_bytes < before.held_bytes
     assert "(measured): the device does not wait. It is compiled again" in caplog.text
+
+
+def test_a_step_in_which_nothing_is_rounded_is_timed_too(kept, train_exact, caplog):
+    """It was thought to wait for its host, so nothing was stored: there is nothing to look at."""
+    step, (graph,) = train_exact(WAITS, 2 * STEPS, (), launch=1.0)
+    assert not graph.changed
+    found = hot_compile.certificate(step)
+    assert (found.looks, found.compiles, found.exact) == ((), 1, 1)
+    assert "nothing rounded, so no gradient compared, 0 looks, 1 compile" in str(found)
+    assert "Not looked at" not in str(found)
+
+    step, (before, after) = train_exact([LONG] * 2, 2 * STEPS, (), launch=1.0)
+    assert not before.changed
+    assert after.held_bytes < before.held_bytes
+    assert "(measured): the device does not wait. It is compiled again" in caplog.text
+    found = hot_compile.certificate(step)
+    assert found.exact == 0
+    assert found.looks
 
 
 def test_a_short_run_leaves_that_to_the_next(kept, monkeypatch, caplog):

@@ -86,6 +86,8 @@ class Certificate:
     nothing was in doubt. Errors of that size are not hot's."""
     graphs: int = 1
     """Those that looks are at now, each compiled once or more often."""
+    exact: int = 0
+    """Of these, how many have nothing rounded: there is nothing to compare."""
 
     def json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -132,7 +134,8 @@ def _count(number: int, what: str) -> str:
 
 def _of_gradients(c: Certificate) -> list[str]:
     if c.errors is None:
-        return ["no gradient compared yet"]
+        nothing = c.exact and c.exact == c.graphs
+        return ["nothing rounded, so no gradient compared" if nothing else "no gradient compared yet"]
     e = c.errors
     bias = (
         "" if c.bias is None else f", worst common to all looks {c.bias.worst:.2%} ({c.bias.name})"
@@ -188,6 +191,7 @@ def certificate(step: Monitor | Callable[..., Any]) -> Certificate:
         looks=tuple(monitor.history),
         compiles=monitor.compiles,
         graphs=len(gauges),
+        exact=sum(gauge.exact for gauge in gauges),
         repaired={**monitor.forwards, **monitor.demoted, **monitor.stored, **monitor.raised},
         unseen={**getattr(monitor, "unseen", {}), **_unseen(named)},
         times=dict(getattr(monitor, "times", {})),
@@ -211,6 +215,8 @@ def _unseen(named: Sequence[tuple[Gauge, Mapping[str, str]]]) -> dict[str, str]:
     for number, (gauge, names) in enumerate(named):
         if gauge.problem is not None:
             found[f"graph {number}"] = gauge.problem
+            continue
+        if gauge.exact:
             continue
         missing = [n for n in gauge.trained if n not in gauge.traces or not gauge.traces[n].looks]
         if not gauge.backwards or (gauge.shortage and not missing):

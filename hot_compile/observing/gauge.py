@@ -104,6 +104,8 @@ class Gauge(Observer):
         """Of this graph so far, by this process."""
         self.settled = False
         """Its first looks, perhaps in an earlier process, found nothing."""
+        self.exact = False
+        """Nothing of its graph is rounded: its steps are timed, and there is nothing to compare."""
         self.as_stock = False
         """Its graph is compiled as stock compiles it: there is nothing left to repair."""
         self.room: Callable[[], float] = lambda: math.inf
@@ -342,7 +344,7 @@ class Watched:
             self._repaired()
         if not gauge.repaired and self._monitor.overdue(gauge, self._differing(args)):
             self._repaired()
-        if self._monitor.due(self._calls, gauge.settled) and not self._due:
+        if self._monitor.due(self._calls, gauge.settled) and not (self._due or gauge.exact):
             self._due = self._calls
         if self._due and self._begins(args):
             self._due, self._left = 0, _FORWARDS

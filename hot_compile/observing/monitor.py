@@ -397,11 +397,12 @@ class Monitor:
             graph.conclude()
         gauges = [graph.gauge for graph in self.graphs]
         waits = (g.repaired or g.wants_stored or g.doubts for g in gauges)
-        return any(waits) or any(not g.looks and not g.problem for g in gauges)
+        return any(waits) or any(not (g.looks or g.problem or g.exact) for g in gauges)
 
     def settled(self) -> bool:
         """All graphs were looked at as often as a line at the end needs; True once."""
-        if self._said or any(graph.gauge.looks < _SETTLED for graph in self.graphs):
+        gauges = [graph.gauge for graph in self.graphs]
+        if self._said or any(g.looks < _SETTLED and not g.exact for g in gauges):
             return False
         self._said = True
         return True

@@ -252,7 +252,8 @@ class Doubled:
         try:
             with step.random.again(), step.in_full():
                 off, exact = self._quick.gradients(step, tangents)
-        except (torch.OutOfMemoryError, TooLarge):
+        except (torch.OutOfMemoryError, TooLarge) as error:
+            log.debug("hot: no memory for a step without autocast: %s", error)
             return None
         except Exception:
             log.debug("hot: a graph does not run without autocast", exc_info=True)
@@ -260,6 +261,7 @@ class Doubled:
             return None
         rounding = float(apart(rounded, self._quick.samples))
         if not float(off) < max(same, _AS_NEAR * rounding):
+            log.debug("hot: a step without autocast is %.3g off, rounding %.3g", off, rounding)
             return None
         for name in other.keys() & exact.keys():
             self._observer.uncertain(name, other[name] - exact[name])
