@@ -254,7 +254,8 @@ def train_exact(monkeypatch):
     monkeypatch.setitem(OPTIONS, "override", {"*": "exact"})
     monkeypatch.setitem(OPTIONS, "memory_min_bytes", 0)
 
-    def trained(found, steps, middle=(nn.GELU(), nn.Linear(256, 256)), **keywords):
+    def trained(found, steps, middle=None, **keywords):
+        middle = (nn.GELU(), nn.Linear(256, 256)) if middle is None else middle
         return train(found, monkeypatch, steps, middle=middle, slow=1, **keywords)
 
     return trained

@@ -129,8 +129,16 @@ BOUNDED = {
 
 SATURATED = {aten.tanh.default, aten.sigmoid.default, aten.erf.default}
 """Their slopes are worked out of their results, and are what these lack of their ends."""
+BOUNDED_BY = {
+    aten.clamp.Tensor,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+}
+"""Their results are one operand, element by element."""
 GENTLE = {
-    *(ADDITIVE | SCALED),
+    *(ADDITIVE | SCALED | BOUNDED_BY),
     aten.neg.default,
     aten.abs.default,
     aten.sgn.default,
@@ -143,8 +151,6 @@ GENTLE = {
     aten.gelu.default,
     aten.silu.default,
     aten.addcmul.default,
-    aten.maximum.default,
-    aten.minimum.default,
     aten.clamp.default,
     aten.clamp_min.default,
     aten.clamp_max.default,

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from hot_compile.passes.base.graph import aten, strip
 from hot_compile.passes.base.operators import (
+    BOUNDED_BY,
     GENTLE,
     MULTIPLES,
     SCALED,
@@ -21,7 +22,7 @@ from hot_compile.passes.base.operators import (
 )
 from hot_compile.passes.base.site import hint
 
-_FACTORS = MULTIPLES | SCALED | {aten.where.self}
+_FACTORS = MULTIPLES | SCALED | BOUNDED_BY | {aten.where.self}
 """What may be done to a value and another tensor."""
 _STEEP = {aten.exp.default, aten.expm1.default}
 

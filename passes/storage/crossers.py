@@ -39,6 +39,7 @@ from hot_compile.passes.layers.match import GraphInputs
 from hot_compile.passes.storage.around import Sample, sample_of
 from hot_compile.passes.storage.bounds import is_normalised, is_probability, is_saturated
 from hot_compile.passes.storage.layout import in_memory, layout_of, packed_bytes
+from hot_compile.passes.storage.masks import Mask, mask_of
 from hot_compile.passes.storage.offers import EXACT, Need, offers
 from hot_compile.passes.storage.readers import Reading, facts, read
 
@@ -50,16 +51,6 @@ _UNSEEN = "meets a softmax, and inside CUDA graphs nobody compares gradients"
 
 _SAME_VALUES = VIEWS | CASTS | SPLITS.keys() | {operator.getitem}
 """Operators that make no new values: views, parts, casts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """A comparison the backward makes on a value that it recomputes from a saved tensor."""
-
-    node: fx.Node
-    """In the backward."""
-    compared: fx.Node
-    """In the forward: the value, before anything was rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +133,8 @@ class Judge:
         names = {node.name for node in self._activations}
         heads = {node.name for node in self._activations if is_packed(node)}
         made = _made_of_products(forward, self._activations, layers)
-        self.facts = facts(backward, names, heads, made, _factors(forward, layers))
+        computed = self._forward.keys()
+        self.facts = facts(backward, names, heads, made, _factors(forward, layers), computed)
 
     def __call__(
         self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()
@@ -160,9 +152,7 @@ class Judge:
                 return Crosser(saved, restored, EXACT, layout)
             return Crosser(saved, restored, (Scheme.EXACT, Scheme.BITS))
         reading = read(restored, self.facts, cuts)
-        masks, need = [self._in_forward(mask) for mask in reading.masks], self._need(saved, reading)
-        if None in masks and not need.reason:
-            need = Need(reason="compared in the backward alone")
+        need = self._need(saved, reading)
         sample = sample_of(saved, in_memory(saved))
         offered = offers(saved, need, sample)
         return Crosser(
@@ -175,7 +165,7 @@ class Judge:
             kind=need.kind,
             feeds_product=reading.product,
             norm=saved not in self._mixed if reading.region else reading.rows,
-            masks=() if offered.reason else tuple(mask for mask in masks if mask),
+            masks=() if offered.reason else tuple(mask_of(n, self._forward) for n in reading.masks),
         )
 
     def _need(self, saved: fx.Node, reading: Reading) -> Need:
@@ -203,7 +193,7 @@ class Judge:
             (Kind.COMMON, True),
         )
         kind = next(kind for kind, fits in kinds if fits)
-        return Need(kind, "", reading.rows, reading.convolution)
+        return Need(kind, "", reading.rows, reading.convolution, len(reading.masks))
 
     def unfit(self, saved: fx.Node) -> str:
         """Why ``saved`` is stored as it is, whoever reads it."""
@@ -221,14 +211,6 @@ class Judge:
         if value.dtype is not torch.bool and value.dtype not in FLOATS:
             return f"not floating point: {str(value.dtype).removeprefix('torch.')}"
         return ""
-
-    def _in_forward(self, mask: fx.Node) -> Mask | None:
-        """``mask`` with what it compares in the forward; None if only the backward has that."""
-        compared, *others = mask.args
-        there = self._forward.get(compared.name) if isinstance(compared, fx.Node) else None
-        if there is None or any(isinstance(arg, fx.Node) for arg in others):
-            return None
-        return Mask(mask, there)
 
 
 def crossers(
@@ -354,7 +336,9 @@ def _own_masks(found: list[Crosser]) -> list[Crosser]:
         for mask in sorted(crosser.masks, key=lambda m: m.compared):
             one, other = in_memory(mask.compared), in_memory(crosser.saved)
             alike = one.shape == other.shape and one.stride() == other.stride()
-            if mask.node in free and alike and readers != {mask.node}:  # else its bits are enough
+            if (
+                mask.node in free and alike and not readers <= mask.parts
+            ):  # else its bits are enough
                 owned[crosser.saved] = mask
                 free.discard(mask.node)
                 break

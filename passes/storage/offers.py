@@ -16,7 +16,9 @@ from hot_compile.passes.storage.around import Sample
 from hot_compile.passes.storage.layout import Layout, in_memory, layout_of, packed_bytes
 
 EXACT = (Scheme.EXACT,)
-_EIGHT = 8
+_SIX, _EIGHT = 6, 8
+_WORTH = 3 / 4
+"""Share of a tensor's bits from which storing it in so many is not worth it."""
 _ONE_PASS = 1024
 """Elements of a row that Inductor reduces without a loop. A longer one would be read twice where no
 norm goes over it anyway; groups are not."""
@@ -33,6 +35,8 @@ class Need:
     """A norm's backward sums over its rows."""
     convolution: bool = False
     """A convolution reads it, whatever its dimensions."""
+    masks: int = 0
+    """How many are kept beside it, a bit an element each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +58,13 @@ def offers(saved: fx.Node, need: Need, sample: Sample | None) -> Offers:
     if need.reason:
         return Offers(reason=need.reason)
     meeting = [s for s, spec in SPECS.items() if need.kind in spec.meets]
-    suiting = [s for s in meeting if _suits(saved, need, s) and _is_smaller(saved, s)]
+    suiting = [s for s in meeting if _suits(saved, need, s) and _is_smaller(saved, need, s)]
     problems = {s: p for s in suiting if isinstance(p := layout_of(in_memory(saved), s), str)}
     laid_out = [s for s in suiting if s not in problems]
     measured = _by_measure(saved, need, laid_out, sample)
+    finest = max((s.spec.bits for s in laid_out), default=0)
+    if need.masks > 1 and not problems and finest < _fewest(need):
+        laid_out, problems = [], {Scheme.EXACT: f"{need.masks} masks are made of it: too many bits"}
     if not laid_out:
         few = "meets a softmax or a steep function, which want 12 bits: too few less than it has"
         return Offers(by_measure=measured, reason=next(reversed(problems.values()), few))
@@ -83,9 +90,14 @@ def _along_rows(saved: fx.Node, need: Need) -> bool:
     return need.rows or image or hint(layout.cut[1]) <= _ONE_PASS
 
 
-def _is_smaller(saved: fx.Node, scheme: Scheme) -> bool:
+def _fewest(need: Need) -> int:
+    """Bits that it is stored in at least where nobody asks for fewer."""
+    return _EIGHT if need.rows else _SIX
+
+
+def _is_smaller(saved: fx.Node, need: Need, scheme: Scheme) -> bool:
     """Of 16 bits, 12 are not worth two passes."""
-    return scheme.spec.bits <= _EIGHT or saved.meta["val"].dtype.itemsize > 2
+    return scheme.spec.bits + need.masks < _WORTH * 8 * saved.meta["val"].dtype.itemsize
 
 
 def _by_measure(

@@ -119,7 +119,7 @@ def held_bytes(crosser: Crosser, scheme: Scheme) -> tuple[int, int]:
     whole = bytes_of(value)
     if scheme is Scheme.EXACT:
         return whole, whole
-    if set(crosser.restored.users) <= {mask.node for mask in crosser.masks}:
+    if set(crosser.restored.users) <= {part for mask in crosser.masks for part in mask.parts}:
         return whole, len(crosser.masks) * whole // value.dtype.itemsize // _MASK_BITS
     return whole, crosser.held(scheme)
 

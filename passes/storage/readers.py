@@ -50,6 +50,7 @@ from hot_compile.passes.base.operators import (
 )
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
+from hot_compile.passes.storage.masks import compared_in, kept_for
 from hot_compile.passes.storage.put_back import puts_back
 
 _AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
@@ -88,7 +89,7 @@ class Reading:
     region: bool = False
     """A checkpointed region is computed again from it."""
     masks: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Comparisons of what is recomputed from it with constants."""
+    """To be kept: comparisons of what is recomputed from it, or what is made of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,8 @@ class Facts:
     the largest of these products has."""
     factors: Set[str]
     """Names of the forward's values, and of their views, that parameters multiply in batches."""
+    computed: Set[str] | None
+    """Names of all of the forward's values; None where it is not known."""
 
 
 def facts(
@@ -114,6 +117,7 @@ def facts(
     heads: Set[str] = frozenset(),
     products: Mapping[str, int] = MappingProxyType({}),
     factors: Set[str] = frozenset(),
+    computed: Set[str] | None = None,
 ) -> Facts:
     """Gather what ``read`` needs; ``heads``: placeholders that hold what a head in chunks made."""
     gradients = settled = made_of_tangents(backward)
@@ -121,7 +125,7 @@ def facts(
         made = (n for n in gradients if heads & {given.name for given in n.all_input_nodes})
         layers = (n for n in gradients if is_product(n) or is_attention(n))
         settled = closure([*made, *layers])
-    return Facts(gradients, settled, activations, products, factors)
+    return Facts(gradients, settled, activations, products, factors, computed)
 
 
 def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Reading:
@@ -189,11 +193,14 @@ class _Reader:
         self.reading.region = True
 
     def compare(self, node: fx.Node, user: fx.Node) -> None:
-        """A mask is made of it."""
-        if len(user.all_input_nodes) > 1 or user.target in VIEWS | CASTS:
-            self._refuse("compared with another tensor: a rounded value may equal no exact one")
-            return
-        self.reading.masks.append(user)
+        """A mask is made of it, as the forward can make it of what is not rounded."""
+        mask = kept_for(user, self.known.computed)
+        if mask is None:
+            self._refuse(f"compared in the backward alone ({user.target})")
+        elif hint(_numel(compared_in(mask))) > self._elements:
+            self._refuse("a statistic: compared with more elements")
+        elif mask not in self.reading.masks:
+            self.reading.masks.append(mask)
 
     def step(self, node: fx.Node, user: fx.Node) -> None:
         """A pointwise operator is computed again from it."""
@@ -347,8 +354,8 @@ def is_number(node: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or node.target is aten.full.default
 
 
-def _numel(node: fx.Node) -> Any:
-    value = node.meta.get("val")
+def _numel(node: fx.Node | None) -> Any:
+    value = node.meta.get("val") if node else None
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
@@ -436,8 +443,8 @@ RULES: tuple[Rule, ...] = (
          lambda _, user: not is_pointwise(user),
          _Reader.region, "exact: a region starts there"),
     Rule("a comparison", False, lambda _, user: makes_bool(user),
-         _Reader.compare, "with a constant: the mask is kept without loss; with another tensor: "
-         "exact, since what is rounded equals nothing"),
+         _Reader.compare, "the mask is made in the forward, of what is not rounded, and kept "
+         "without loss; exact where the forward has not what is compared"),
     Rule("another pointwise operator", False, lambda *_: True,
          _Reader.step, "as the result's readers say. Where it is steep (exp): in 12 bits. Exact: "
          "poles, jumps, what is not known, what is broadcast or added to another tensor, which may "

@@ -31,8 +31,9 @@ from hot_compile.passes.base.operators import CASTS, IN_ORDER, VIEWS
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.storage.affine import fold_channel_steps
 from hot_compile.passes.storage.around import Sample
-from hot_compile.passes.storage.crossers import Crosser, Mask, saved_pairs
+from hot_compile.passes.storage.crossers import Crosser, saved_pairs
 from hot_compile.passes.storage.layout import Layout, in_memory, is_marked, layout_of, step_of
+from hot_compile.passes.storage.masks import Mask
 from hot_compile.passes.storage.pack import pack, unpack, unpack_mask
 from hot_compile.passes.storage.prices import fuses
 from hot_compile.passes.storage.readers import kept_dims
@@ -112,12 +113,13 @@ class _Edit:
             return  # another tensor it is recomputed from was stored before
         self._masks.add(mask)
         compared = mask.compared
-        made = _make(mask, Emitter(self._forward, _after_last_use(compared), compared))
+        place = max(_after_last_use(compared), *_behind(mask))
+        made = _make(mask, Emitter(self._forward, place, compared))
         bits = isinstance(layout_of(made.meta["val"], Scheme.BITS), Layout)
         scheme = Scheme.BITS if bits else Scheme.EXACT
         kept = self._store(made, mask.node, beside.restored, scheme, host)
         self._slot_of[beside.saved] += kept
-        self._backward.erase_node(mask.node)
+        _erase(mask)
 
     def _store(
         self,
@@ -135,7 +137,7 @@ class _Edit:
         before ``beside``. Returns what the forward must return.
         """
         place = _after_last_use(saved)
-        place = place if mask is None else max(place, mask.compared.next)
+        place = place if mask is None else max(place, *_behind(mask))
         emit = Emitter(self._forward, place, saved)
         stored = in_order(emit, saved)
         mean = _known_mean(saved, place) if scheme.spec.unit is Unit.CHANNEL else None
@@ -155,7 +157,7 @@ class _Edit:
         if mask is not None:
             outcome = unpack_mask(emit, arriving[0], stored.meta["val"], scheme)
             mask.node.replace_all_uses_with(outcome)
-            self._backward.erase_node(mask.node)
+            _erase(mask)
             self._restored.append((outcome, parts[-1]))
         return parts
 
@@ -285,8 +287,30 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
 
 
 def _make(mask: Mask, emit: Emitter) -> fx.Node:
-    """``mask``'s comparison, in the forward."""
-    return emit(mask.node.target, in_order(emit, mask.compared), *mask.node.args[1:])
+    """``mask``, in the forward."""
+    known = dict(mask.operands)
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if value not in known:
+            return emit(value.target, *map(made, value.args))
+        there = known[value]
+        return in_order(emit, there) if there is mask.compared else there
+
+    return made(mask.node)  # type: ignore[no-any-return]
+
+
+def _behind(mask: Mask) -> list[fx.Node]:
+    """Places behind each value that it is made of."""
+    return [there.next for _, there in mask.operands]
+
+
+def _erase(mask: Mask) -> None:
+    """From the backward, with what it alone was made of."""
+    for part in sorted(mask.parts, reverse=True):
+        if not part.users:
+            part.graph.erase_node(part)
 
 
 def in_order(emit: Emitter, node: fx.Node) -> fx.Node:

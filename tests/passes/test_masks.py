@@ -1,0 +1,140 @@
+"""Masks are made in the forward, of what is not rounded, and kept as bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples_storage import crossing
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hot_compile.passes.base.graph import aten, makes_bool, placeholders
+from hot_compile.passes.storage.masks import compared_in, kept_for, mask_of
+from hot_compile.passes.storage.readers import facts, read
+from hot_compile.testing import cosine
+
+
+class Between(nn.Module):
+    """A layer, something between that has masks, and a layer."""
+
+    def __init__(self, between, width=64):
+        super().__init__()
+        self.first = nn.Linear(width, 4 * width, bias=False)
+        self.second = nn.Linear(4 * width, width, bias=False)
+        self.register_buffer("low", torch.tensor(-0.7))
+        self.register_buffer("high", torch.tensor(0.9))
+        self.between = between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x), self)).square().mean()
+
+
+def clamped(x, model):
+    return torch.clamp(x, model.low, model.high).exp() * x
+
+
+def hidden(model, x, **options):
+    """What crosses of the first layer's size; its gradient is zero exactly where nothing passes."""
+    found = crossing(model, x, exclude="*", **options)
+    return [c for c in found if c.shape == (str(len(x)), "256")]
+
+
+@pytest.mark.parametrize(
+    ("between", "passes"),
+    [
+        pytest.param(
+            lambda x, m: x.clamp(m.low, m.high), lambda x: (x > -0.7) & (x < 0.9), id="0-d"
+        ),
+        pytest.param(lambda x, m: torch.maximum(x, m.low), lambda x: x > -0.7, id="maximum"),
+        pytest.param(lambda x, m: F.relu6(x), lambda x: (x > 0) & (x < 6), id="relu6"),
+        pytest.param(lambda x, m: F.hardtanh(x, -0.5, 0.5), lambda x: x.abs() < 0.5, id="hardtanh"),
+    ],
+)
+def test_nothing_passes_where_nothing_did(between, passes):
+    torch.manual_seed(0)
+    model = Between(between)
+    x = torch.eye(64) * 8  # so that the layer's gradient shows which of its outputs passed
+    found = hidden(model, x)
+    assert {c.scheme for c in found} - {"bits"} == {"rows8_mask"}
+    dead = ~passes(model.first(x)).t()
+    assert 0 < dead.sum() < dead.numel()
+    assert torch.equal(model.first.weight.grad == 0, dead)
+
+
+def test_both_ends_of_a_clamp_are_one_mask():
+    torch.manual_seed(0)
+    found = hidden(Between(lambda x, m: F.relu6(x)), torch.randn(128, 64))
+    assert [(c.scheme, c.bytes) for c in found] == [("rows8_mask", 128 * 256 + 128 * 2)]
+
+
+def test_what_is_the_largest_of_its_row_is_known_though_it_is_rounded():
+    """Gradients of a largest value go where it was, and are split where it was twice."""
+    torch.manual_seed(0)
+    model = Between(lambda x, m: x * x.amax(0, keepdim=True))
+    x = torch.randn(64, 64).repeat(2, 1)
+    model(x).backward()
+    exact = model.first.weight.grad.clone()
+    model.zero_grad()
+    found = hidden(model, x)
+    assert all(c.scheme != "exact" for c in found), found
+    assert cosine(model.first.weight.grad, exact) > 0.999
+
+
+def test_too_many_masks_are_worth_no_storing():
+    def between(x, model):
+        return sum(x.clamp(model.low * n, model.high * n) for n in range(1, 6))
+
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = hidden(Between(between), torch.randn(128, 64))
+    assert found.scheme == "exact"
+    assert "masks are made of it: too many bits" in found.reason
+
+
+def graph_of(backward, *shapes):
+    """Of a function of a gradient, what was saved, and more."""
+    graph = make_fx(backward, tracing_mode="fake")(*map(torch.randn, shapes)).graph
+    graph.eliminate_dead_code()
+    return graph, placeholders(graph)
+
+
+def test_a_mask_of_masks_is_kept_where_nothing_else_reads_them():
+    def both(g, x, low):
+        above, below = x > low, x < 2
+        return torch.where(above & below, g, 0), torch.where(~below, g, 0)
+
+    graph, (_, x, low) = graph_of(both, (8, 4), (8, 4), (4,))
+    above, below, both, neither = (n for n in graph.nodes if makes_bool(n))
+    assert kept_for(above, None) is both
+    assert kept_for(below, None) is below  # it is made of it twice
+    assert kept_for(above, {x.name}) is None
+    assert compared_in(both) is x
+    forward = {x.name: low, low.name: x}  # whatever has these names
+    mask = mask_of(both, forward)
+    assert mask.compared is low
+    assert mask.operands == ((x, low), (low, x))
+    assert mask.parts == {above, below, both}
+    assert neither not in mask.parts
+
+
+@pytest.mark.parametrize(
+    ("backward", "why"),
+    [
+        (lambda g, x, y: torch.where(x > y, g, 0), "compared with more elements"),
+        (lambda g, x, y: torch.where(x > y.sum(0), g, 0), "compared in the backward alone"),
+        (lambda g, x, y: torch.where(x > g, g, 0), "not known to tolerate"),
+    ],
+)
+def test_what_the_forward_cannot_compare_stays_exact(backward, why):
+    graph, (g, x, y) = graph_of(backward, (8, 4), (1, 4), (8, 4))
+    g.name = g.target = "tangents_1"
+    known = facts(graph, {x.name, y.name}, computed={x.name, y.name})
+    assert why in read(x, known).refusal
+
+
+def test_a_comparison_of_a_list_is_not_made_again():
+    def among(g, x):
+        return torch.where(torch.isin(x, x[0]), g, 0)
+
+    graph, (_, x) = graph_of(among, (8, 4), (8, 4))
+    assert aten.isin.Tensor_Tensor in {n.target for n in graph.nodes}
+    assert read(x, facts(graph, {x.name})).refusal
