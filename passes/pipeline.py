@@ -226,7 +226,8 @@ def _take_back(cut: Partitioned) -> int:
     before = frozenset[str]() if cut.context.config.has_budget else cut.before  # it counts bytes
     taken = take_back(*given, cut.advanced.keys(), stored, before)
     cut.found = [crosser for crosser in cut.found if crosser.saved not in taken]
-    again = [cut.judge()(*pair) for pair in saved_pairs(*given) if pair[0] not in known]
+    judge = cut.judge()  # of the graphs as they are now
+    again = [judge(*pair) for pair in saved_pairs(*given) if pair[0] not in known]
     cut.found += (dataclasses.replace(c, schemes=EXACT, reason=c.reason or TOO_DEAR) for c in again)
     return len(taken)
 

@@ -133,8 +133,8 @@ class Judge:
         names = {node.name for node in self._activations}
         heads = {node.name for node in self._activations if is_packed(node)}
         made = _made_of_products(forward, self._activations, layers)
-        computed = self._forward.keys()
-        self.facts = facts(backward, names, heads, made, _factors(forward, layers), computed)
+        factors = _factors(forward, layers)
+        self.facts = facts(backward, names, heads, made, factors, self._forward)
 
     def __call__(
         self, saved: fx.Node, restored: fx.Node, cuts: Set[fx.Node] = frozenset()

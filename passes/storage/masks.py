@@ -8,14 +8,25 @@ as of both ends of a clamp, that is kept in its place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
-from hot_compile.passes.base.graph import aten, makes_bool, walk
+from hot_compile.passes.base.graph import aten, makes_bool, strip, walk
+from hot_compile.passes.base.operators import (
+    BATCHED_PRODUCTS,
+    REDUCTIONS,
+    VIEWS,
+    is_layer_product,
+)
 from hot_compile.passes.base.site import hint
 
+Forward: TypeAlias = Mapping[str, fx.Node]
+"""A forward's nodes, by name."""
+_EQUALITIES = {aten.eq.Tensor, aten.ne.Tensor}
 _OF_MASKS = {
     aten.logical_and.default,
     aten.logical_or.default,
@@ -43,25 +54,26 @@ class Mask:
         return _parts(self.node)
 
 
-def mask_of(node: fx.Node, forward: Mapping[str, fx.Node]) -> Mask:
-    """A mask of the backward that :func:`kept_for` gave. ``forward``: its nodes, by name."""
+def mask_of(node: fx.Node, forward: Forward) -> Mask:
+    """A mask of the backward that :func:`kept_for` gave."""
     compared = compared_in(node)
     assert compared is not None
     operands = tuple((n, forward[n.name]) for n in _operands(node))
     return Mask(node, forward[compared.name], operands)
 
 
-def kept_for(comparison: fx.Node, computed: Set[str] | None) -> fx.Node | None:
+def kept_for(comparison: fx.Node, forward: Forward | None) -> fx.Node | None:
     """What is to be kept in the place of a comparison: itself, or what is made of it and of others.
 
-    None if the forward cannot make it. ``computed``: names of the forward's values; None: all.
+    None if the forward cannot make it, or may find other values equal. Of no ``forward`` that is
+    not asked.
     """
-    if not _can_be_made(comparison, computed):
+    if not _can_be_made(comparison, forward):
         return None
     node = comparison
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target not in _OF_MASKS or not _can_be_made(user, computed):
+        if user.target not in _OF_MASKS or not _can_be_made(user, forward):
             break
         node = user
     return node
@@ -72,10 +84,27 @@ def compared_in(mask: fx.Node) -> fx.Node | None:
     return next((n for n in _operands(mask) if _sizes(n) == _sizes(mask)), None)
 
 
-def _can_be_made(mask: fx.Node, computed: Set[str] | None) -> bool:
-    plain = all(set(part.all_input_nodes) <= set(part.args) for part in _parts(mask))
-    known = computed is None or {n.name for n in _operands(mask)} <= computed
-    return plain and known and compared_in(mask) is not None
+def _can_be_made(mask: fx.Node, forward: Forward | None) -> bool:
+    parts = _parts(mask)
+    plain = all(set(part.all_input_nodes) <= set(part.args) for part in parts)
+    if not plain or compared_in(mask) is None:
+        return False
+    known = forward is None or all(n.name in forward for n in _operands(mask))
+    return known and (forward is None or all(_finds_equal(part, forward) for part in parts))
+
+
+def _finds_equal(part: fx.Node, forward: Forward) -> bool:
+    """What is equal in one kernel is so in another: values that each of them may work out for
+    itself, in other places rounded, and in more bits, are not."""
+    tensors = [n for n in part.all_input_nodes if math.prod(_sizes(n) or ()) > 1]
+    if part.target not in _EQUALITIES or len(tensors) < 2:
+        return True
+    return all(_is_in_memory(strip(forward[n.name], VIEWS)) for n in tensors)
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    products = is_layer_product(node) or node.target in BATCHED_PRODUCTS
+    return node.op == "placeholder" or products or node.target in REDUCTIONS
 
 
 def _parts(mask: fx.Node) -> set[fx.Node]:

@@ -50,7 +50,7 @@ from hot_compile.passes.base.operators import (
 )
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
-from hot_compile.passes.storage.masks import compared_in, kept_for
+from hot_compile.passes.storage.masks import Forward, compared_in, kept_for
 from hot_compile.passes.storage.put_back import puts_back
 
 _AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
@@ -107,8 +107,8 @@ class Facts:
     the largest of these products has."""
     factors: Set[str]
     """Names of the forward's values, and of their views, that parameters multiply in batches."""
-    computed: Set[str] | None
-    """Names of all of the forward's values; None where it is not known."""
+    forward: Forward | None
+    """None where it is not known."""
 
 
 def facts(
@@ -117,7 +117,7 @@ def facts(
     heads: Set[str] = frozenset(),
     products: Mapping[str, int] = MappingProxyType({}),
     factors: Set[str] = frozenset(),
-    computed: Set[str] | None = None,
+    forward: Forward | None = None,
 ) -> Facts:
     """Gather what ``read`` needs; ``heads``: placeholders that hold what a head in chunks made."""
     gradients = settled = made_of_tangents(backward)
@@ -125,7 +125,7 @@ def facts(
         made = (n for n in gradients if heads & {given.name for given in n.all_input_nodes})
         layers = (n for n in gradients if is_product(n) or is_attention(n))
         settled = closure([*made, *layers])
-    return Facts(gradients, settled, activations, products, factors, computed)
+    return Facts(gradients, settled, activations, products, factors, forward)
 
 
 def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Reading:
@@ -194,9 +194,9 @@ class _Reader:
 
     def compare(self, node: fx.Node, user: fx.Node) -> None:
         """A mask is made of it, as the forward can make it of what is not rounded."""
-        mask = kept_for(user, self.known.computed)
+        mask = kept_for(user, self.known.forward)
         if mask is None:
-            self._refuse(f"compared in the backward alone ({user.target})")
+            self._refuse(f"compared as the forward cannot ({user.target})")
         elif hint(_numel(compared_in(mask))) > self._elements:
             self._refuse("a statistic: compared with more elements")
         elif mask not in self.reading.masks:

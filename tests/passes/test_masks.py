@@ -106,7 +106,7 @@ def test_a_mask_of_masks_is_kept_where_nothing_else_reads_them():
     above, below, both, neither = (n for n in graph.nodes if makes_bool(n))
     assert kept_for(above, None) is both
     assert kept_for(below, None) is below  # it is made of it twice
-    assert kept_for(above, {x.name}) is None
+    assert kept_for(above, {x.name: x}) is None
     assert compared_in(both) is x
     forward = {x.name: low, low.name: x}  # whatever has these names
     mask = mask_of(both, forward)
@@ -120,15 +120,30 @@ def test_a_mask_of_masks_is_kept_where_nothing_else_reads_them():
     ("backward", "why"),
     [
         (lambda g, x, y: torch.where(x > y, g, 0), "compared with more elements"),
-        (lambda g, x, y: torch.where(x > y.sum(0), g, 0), "compared in the backward alone"),
+        (lambda g, x, y: torch.where(x > y.sum(0), g, 0), "compared as the forward cannot"),
         (lambda g, x, y: torch.where(x > g, g, 0), "not known to tolerate"),
     ],
 )
 def test_what_the_forward_cannot_compare_stays_exact(backward, why):
     graph, (g, x, y) = graph_of(backward, (8, 4), (1, 4), (8, 4))
     g.name = g.target = "tangents_1"
-    known = facts(graph, {x.name, y.name}, computed={x.name, y.name})
+    known = facts(graph, {x.name, y.name}, forward={x.name: x, y.name: y})
     assert why in read(x, known).refusal
+
+
+def test_what_two_kernels_may_round_otherwise_is_not_found_equal():
+    def largest(g, a, b):
+        x = torch.mm(a, b)
+        y = F.gelu(x)
+        one, other = x == x.amax(0, True), y == y.amax(0, True)
+        return g * one, g * other, g * (y > y.amax(0, True))
+
+    graph, _ = graph_of(largest, (8, 4), (8, 16), (16, 4))
+    one, other, above = (n for n in graph.nodes if makes_bool(n))
+    forward = {n.name: n for n in graph.nodes}
+    assert kept_for(one, forward) is one
+    assert kept_for(other, forward) is None
+    assert kept_for(above, forward) is above
 
 
 def test_a_comparison_of_a_list_is_not_made_again():
