@@ -332,13 +332,11 @@ def _own_masks(found: list[Crosser]) -> list[Crosser]:
     owned: dict[fx.Node, Mask] = {}
     free = {mask.node for crosser in found for mask in crosser.masks}
     for crosser in sorted(found, key=lambda c: c.saved, reverse=True):
-        readers = set(crosser.restored.users)
         for mask in sorted(crosser.masks, key=lambda m: m.compared):
             one, other = in_memory(mask.compared), in_memory(crosser.saved)
             alike = one.shape == other.shape and one.stride() == other.stride()
-            if (
-                mask.node in free and alike and not readers <= mask.parts
-            ):  # else its bits are enough
+            enough = crosser.restored.users.keys() <= mask.parts  # its bits, that is
+            if mask.node in free and alike and not enough:
                 owned[crosser.saved] = mask
                 free.discard(mask.node)
                 break

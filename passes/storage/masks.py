@@ -73,7 +73,8 @@ def kept_for(comparison: fx.Node, forward: Forward | None) -> fx.Node | None:
     node = comparison
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target not in _OF_MASKS or not _can_be_made(user, forward):
+        larger = _sizes(user) != _sizes(node)
+        if user.target not in _OF_MASKS or larger or not _can_be_made(user, forward):
             break
         node = user
     return node

@@ -47,17 +47,17 @@ def keep_as_multiplied(
         if Scheme.GROUPS12 not in judge(softmax, whole).schemes:
             continue
         pairs = saved_pairs(forward, backward, num_fwd_outputs)
-        freed, crosses = _freed(whole, pairs), None
-        if again is None or again.op == "placeholder":
-            crosses = next((pair for pair in pairs if _is_view_of(there, pair[0])), None)
-        added = 0 if crosses else bytes_of(there.meta["val"])
+        freed = _freed(whole, pairs)
+        made = again if again is not None and again.target is there.target else None
+        crosses = next((pair for pair in pairs if _is_view_of(there, pair[0])), None)
+        added = 0 if made is None else bytes_of(there.meta["val"])
         gained = sum(bytes_of(saved.meta["val"]) for saved, _ in freed)
         if not freed or gained < added:
             continue
-        if crosses:
+        if made is not None:
+            arriving = cut.add(*freed[0], there, made)
+        elif crosses is not None:
             arriving = cut.read_as(there, *crosses)
-        elif again:
-            arriving = cut.add(*freed[0], there, again)
         else:
             continue
         readers = [reader for reader in whole.users if reader is not again]

@@ -116,6 +116,16 @@ def test_a_mask_of_masks_is_kept_where_nothing_else_reads_them():
     assert neither not in mask.parts
 
 
+def test_a_mask_of_a_larger_one_is_not_kept_for_it():
+    def both(g, x, y):
+        return torch.where((x > 0) & (y > 0), g, 0)
+
+    graph, _ = graph_of(both, (8, 4), (8, 1), (8, 4))
+    narrow, wide, of_both = (n for n in graph.nodes if makes_bool(n))
+    assert kept_for(narrow, None) is narrow
+    assert kept_for(wide, None) is of_both
+
+
 @pytest.mark.parametrize(
     ("backward", "why"),
     [
