@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -47,11 +47,14 @@ class Mask:
     """In the forward: a value that it is made of, as large as it is, before it was rounded."""
     operands: tuple[tuple[fx.Node, fx.Node], ...]
     """All values that it is made of: in the backward, and in the forward."""
+    steps: tuple[tuple[fx.Node, Any, tuple[Any, ...]], ...]
+    """How, in order: masks of the backward, the last one itself, their targets and arguments. Once
+    one of them is kept by itself, the backward has other arguments."""
 
     @property
     def parts(self) -> set[fx.Node]:
         """The masks of the backward that it is made of; itself is one of them."""
-        return _parts(self.node)
+        return {part for part, *_ in self.steps}
 
 
 def mask_of(node: fx.Node, forward: Forward) -> Mask:
@@ -59,25 +62,32 @@ def mask_of(node: fx.Node, forward: Forward) -> Mask:
     compared = compared_in(node)
     assert compared is not None
     operands = tuple((n, forward[n.name]) for n in _operands(node))
-    return Mask(node, forward[compared.name], operands)
+    steps = tuple((part, part.target, part.args) for part in sorted(_parts(node)))
+    return Mask(node, forward[compared.name], operands, steps)
 
 
-def kept_for(comparison: fx.Node, forward: Forward | None) -> fx.Node | None:
+def kept_for(comparison: fx.Node, forward: Forward | None) -> list[fx.Node]:
     """What is to be kept in the place of a comparison: itself, or what is made of it and of others.
 
-    None if the forward cannot make it, or may find other values equal. Of no ``forward`` that is
+    Nothing if the forward cannot make it, or may find other values equal. Of no ``forward`` that is
     not asked.
     """
     if not _can_be_made(comparison, forward):
-        return None
-    node = comparison
-    while len(node.users) == 1:
-        (user,) = node.users
-        larger = _sizes(user) != _sizes(node)
-        if user.target not in _OF_MASKS or larger or not _can_be_made(user, forward):
-            break
-        node = user
-    return node
+        return []
+    found, stack = dict[fx.Node, None](), [comparison]
+    while stack:
+        node = stack.pop()
+        behind = [user for user in node.users if _goes_on(node, user, forward)]
+        if behind and len(behind) == len(node.users):
+            stack += behind
+        else:
+            found[node] = None
+    return list(found)
+
+
+def _goes_on(node: fx.Node, user: fx.Node, forward: Forward | None) -> bool:
+    alike = user.target in _OF_MASKS and _sizes(user) == _sizes(node)
+    return alike and _can_be_made(user, forward)
 
 
 def compared_in(mask: fx.Node) -> fx.Node | None:

@@ -194,13 +194,12 @@ class _Reader:
 
     def compare(self, node: fx.Node, user: fx.Node) -> None:
         """A mask is made of it, as the forward can make it of what is not rounded."""
-        mask = kept_for(user, self.known.forward)
-        if mask is None:
+        masks = kept_for(user, self.known.forward)
+        if not masks:
             self._refuse(f"compared as the forward cannot ({user.target})")
-        elif hint(_numel(compared_in(mask))) > self._elements:
+        elif any(hint(_numel(compared_in(mask))) > self._elements for mask in masks):
             self._refuse("a statistic: compared with more elements")
-        elif mask not in self.reading.masks:
-            self.reading.masks.append(mask)
+        self.reading.masks += [mask for mask in masks if mask not in self.reading.masks]
 
     def step(self, node: fx.Node, user: fx.Node) -> None:
         """A pointwise operator is computed again from it."""

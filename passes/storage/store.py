@@ -288,17 +288,11 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
 
 def _make(mask: Mask, emit: Emitter) -> fx.Node:
     """``mask``, in the forward."""
-    known = dict(mask.operands)
-
-    def made(value: Any) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        if value not in known:
-            return emit(value.target, *map(made, value.args))
-        there = known[value]
-        return in_order(emit, there) if there is mask.compared else there
-
-    return made(mask.node)  # type: ignore[no-any-return]
+    made: dict[Any, Any] = dict(mask.operands)
+    made |= {n: in_order(emit, there) for n, there in mask.operands if there is mask.compared}
+    for part, target, arguments in mask.steps:
+        made[part] = emit(target, *(made[a] if isinstance(a, fx.Node) else a for a in arguments))
+    return made[mask.node]  # type: ignore[no-any-return]
 
 
 def _behind(mask: Mask) -> list[fx.Node]:
@@ -309,7 +303,7 @@ def _behind(mask: Mask) -> list[fx.Node]:
 def _erase(mask: Mask) -> None:
     """From the backward, with what it alone was made of."""
     for part in sorted(mask.parts, reverse=True):
-        if not part.users:
+        if not (part.users or part._erased):
             part.graph.erase_node(part)
 
 
