@@ -14,9 +14,10 @@ from hot_compile.errors import OptionError, OptionWarning
 from hot_compile.passes.base.site import Site
 from hot_compile.passes.head.plan import LAYERS_BY_OVERRIDE, HeadDecision
 from hot_compile.passes.plan import Plan
-from hot_compile.passes.storage.choose import TRUSTED_BITS, Asked, plan_storage
+from hot_compile.passes.storage.choose import Asked, plan_storage
 from hot_compile.passes.storage.crossers import Crosser
 from hot_compile.passes.storage.fit_budget import Allowance, BudgetReport
+from hot_compile.passes.storage.offers import TRUSTED_BITS
 from hot_compile.passes.storage.record import Crossing
 from hot_compile.sizes import memory_text
 

@@ -210,10 +210,12 @@ def _advance(cut: Partitioned) -> int:
     if not cut.stores or cut.fits:
         return 0
     given = (*cut.graphs, cut.num_fwd_outputs)
-    kept = 0 if config.has_budget else keep_as_multiplied(*given, cut.judge())
+    judge = cut.judge()
+    kept = 0 if config.has_budget else keep_as_multiplied(*given, judge)
+    judge = cut.judge() if kept else judge  # of the graphs as they are now
     cut.before = frozenset(saved.name for saved, _ in saved_pairs(*given))
     only_stored = config.has_budget or config.memory is Memory.PAPER or cut.by_user
-    cut.advanced = advance(*given, cut.judge(), wider=not only_stored)
+    cut.advanced = advance(*given, judge, wider=not only_stored)
     return kept + len(cut.advanced)
 
 

@@ -134,8 +134,9 @@ def _count(number: int, what: str) -> str:
 
 def _of_gradients(c: Certificate) -> list[str]:
     if c.errors is None:
-        nothing = "nothing rounded, so " if c.exact and c.exact == c.graphs else ""
-        return [f"{nothing}no gradient compared{'' if nothing else ' yet'}"]
+        if c.exact and c.exact == c.graphs:
+            return ["nothing rounded, so no gradient compared"]
+        return ["no gradient compared yet"]
     e = c.errors
     bias = (
         "" if c.bias is None else f", worst common to all looks {c.bias.worst:.2%} ({c.bias.name})"

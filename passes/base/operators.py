@@ -136,7 +136,7 @@ BOUNDED_BY = {
     aten.maximum.default,
     aten.minimum.default,
 }
-"""Their results are one operand, element by element."""
+"""Each element of their results is one of an operand's."""
 GENTLE = {
     *(ADDITIVE | SCALED | BOUNDED_BY),
     aten.neg.default,

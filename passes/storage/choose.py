@@ -16,11 +16,10 @@ from hot_compile.passes.base.site import bytes_of
 from hot_compile.passes.profile.lqs import storable
 from hot_compile.passes.profile.profile import StorageMeasure
 from hot_compile.passes.storage.crossers import UNCHECKED, Crosser, base
+from hot_compile.passes.storage.offers import TRUSTED_BITS
 from hot_compile.passes.storage.prices import StoragePrice, held_bytes
 
 _EXACT = (Scheme.EXACT,)
-TRUSTED_BITS = 6
-"""Fewest bits of what was not measured, unless the user says otherwise."""
 _MEASURED_BITS = 4
 
 Asked: TypeAlias = int | Scheme

@@ -100,8 +100,10 @@ def _can_be_made(mask: fx.Node, forward: Forward | None) -> bool:
     plain = all(set(part.all_input_nodes) <= set(part.args) for part in parts)
     if not plain or compared_in(mask) is None:
         return False
-    known = forward is None or all(n.name in forward for n in _operands(mask))
-    return known and (forward is None or all(_finds_equal(part, forward) for part in parts))
+    if forward is None:
+        return True
+    known = all(n.name in forward for n in _operands(mask))
+    return known and all(_finds_equal(part, forward) for part in parts)
 
 
 def _finds_equal(part: fx.Node, forward: Forward) -> bool:
@@ -119,20 +121,17 @@ def _is_in_memory(node: fx.Node) -> bool:
 
 
 def _parts(mask: fx.Node) -> set[fx.Node]:
-    return walk(
-        [mask], lambda n: filter(_is_part, n.all_input_nodes if n.target in _OF_MASKS else ())
-    )
+    def made_of(node: fx.Node) -> list[fx.Node]:
+        called = (n for n in node.all_input_nodes if n.op == "call_function")
+        return list(filter(makes_bool, called)) if node.target in _OF_MASKS else []
 
-
-def _is_part(node: fx.Node) -> bool:
-    return node.op == "call_function" and makes_bool(node)
+    return walk([mask], made_of)
 
 
 def _operands(mask: fx.Node) -> list[fx.Node]:
     parts = _parts(mask)
-    return list(
-        dict.fromkeys(n for p in sorted(parts) for n in p.all_input_nodes if n not in parts)
-    )
+    read = dict.fromkeys(n for part in sorted(parts) for n in part.all_input_nodes)
+    return [node for node in read if node not in parts]
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...] | None:

@@ -16,7 +16,9 @@ from hot_compile.passes.storage.around import Sample
 from hot_compile.passes.storage.layout import Layout, in_memory, layout_of, packed_bytes
 
 EXACT = (Scheme.EXACT,)
-_SIX, _EIGHT = 6, 8
+TRUSTED_BITS = 6
+"""Fewest bits of what was not measured, unless the user says otherwise."""
+_EIGHT = 8
 _WORTH = 3 / 4
 """Share of a tensor's bits from which storing it in so many is not worth it."""
 _ONE_PASS = 1024
@@ -92,7 +94,7 @@ def _along_rows(saved: fx.Node, need: Need) -> bool:
 
 def _fewest(need: Need) -> int:
     """Bits that it is stored in at least where nobody asks for fewer."""
-    return _EIGHT if need.rows else _SIX
+    return _EIGHT if need.rows else TRUSTED_BITS
 
 
 def _is_smaller(saved: fx.Node, need: Need, scheme: Scheme) -> bool:

@@ -37,7 +37,7 @@ def keep_as_multiplied(
     Both graphs change in place. Returns how many.
     """
     cut = CutEditor(forward, backward, num_fwd_outputs)
-    later = {node.name: node for node in backward.nodes}
+    later, moved = {node.name: node for node in backward.nodes}, 0
     shown = seen_by_user(forward, num_fwd_outputs)
     for there in list(filter(_is_multiplied_softmax, forward.nodes)):
         softmax = there.all_input_nodes[0]
@@ -60,11 +60,13 @@ def keep_as_multiplied(
             arriving = cut.read_as(there, *crosses)
         else:
             continue
+        moved += 1
         readers = [reader for reader in whole.users if reader is not again]
         if readers:
             rows = _divided_by_sums(Emitter(backward, min(readers), whole), arriving)
             cut.read_instead(readers, whole, rows)
-    return cut.finish()
+    cut.finish()
+    return moved
 
 
 def _is_view_of(there: fx.Node, saved: fx.Node) -> bool:

@@ -50,7 +50,7 @@ from hot_compile.passes.base.operators import (
 )
 from hot_compile.passes.base.site import hint
 from hot_compile.passes.storage.chain import Chain
-from hot_compile.passes.storage.masks import Forward, compared_in, kept_for
+from hot_compile.passes.storage.masks import Forward, kept_for
 from hot_compile.passes.storage.put_back import puts_back
 
 _AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
@@ -197,7 +197,7 @@ class _Reader:
         masks = kept_for(user, self.known.forward)
         if not masks:
             self._refuse(f"compared as the forward cannot ({user.target})")
-        elif any(hint(_numel(compared_in(mask))) > self._elements for mask in masks):
+        elif any(hint(_numel(mask)) > self._elements for mask in masks):
             self._refuse("a statistic: compared with more elements")
         self.reading.masks += [mask for mask in masks if mask not in self.reading.masks]
 
@@ -353,8 +353,8 @@ def is_number(node: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or node.target is aten.full.default
 
 
-def _numel(node: fx.Node | None) -> Any:
-    value = node.meta.get("val") if node else None
+def _numel(node: fx.Node) -> Any:
+    value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 

@@ -3,14 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from samples_storage import crossing
+from samples_storage import crossing, crossing_right
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hot_compile.passes.base.graph import aten, makes_bool, placeholders
 from hot_compile.passes.storage.masks import compared_in, kept_for, mask_of
 from hot_compile.passes.storage.readers import facts, read
-from hot_compile.testing import cosine
 
 
 class Between(nn.Module):
@@ -28,14 +27,18 @@ class Between(nn.Module):
         return self.second(self.between(self.first(x), self)).square().mean()
 
 
-def clamped(x, model):
-    return torch.clamp(x, model.low, model.high).exp() * x
-
-
-def hidden(model, x, **options):
-    """What crosses of the first layer's size; its gradient is zero exactly where nothing passes."""
-    found = crossing(model, x, exclude="*", **options)
+def of_hidden(found, x):
+    """Of what crosses, that which has the size of the first layer's result."""
     return [c for c in found if c.shape == (str(len(x)), "256")]
+
+
+def hidden(model, x):
+    return of_hidden(crossing(model, x, exclude="*"), x)
+
+
+def hidden_right(model, x):
+    """As ``hidden``; gradients are right."""
+    return of_hidden(crossing_right(model, model, x, floor=0.999, exclude="*"), x)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,8 @@ def test_what_is_the_largest_of_its_row_is_known_though_it_is_rounded():
     torch.manual_seed(0)
     model = Between(lambda x, m: x * x.amax(0, keepdim=True))
     x = torch.randn(64, 64).repeat(2, 1)
-    model(x).backward()
-    exact = model.first.weight.grad.clone()
-    model.zero_grad()
-    found = hidden(model, x)
+    found = hidden_right(model, x)
     assert all(c.scheme != "exact" for c in found), found
-    assert cosine(model.first.weight.grad, exact) > 0.999
 
 
 def test_too_many_masks_are_worth_no_storing():
@@ -108,12 +107,8 @@ def test_a_mask_may_be_part_of_another_and_kept_by_itself(between):
     torch.manual_seed(0)
     model = Between(between)
     x = torch.randn(128, 64)
-    model(x).backward()
-    exact = model.first.weight.grad.clone()
-    model.zero_grad()
-    found = hidden(model, x)
+    found = hidden_right(model, x)
     assert all(c.scheme != "exact" for c in found), found
-    assert cosine(model.first.weight.grad, exact) > 0.999
 
 
 def test_a_mask_of_masks_is_kept_where_nothing_else_reads_them():
