@@ -41,7 +41,7 @@ class Again:
             for kind in kinds
         ]
         self.full = False
-        """It is done again without autocast."""
+        """It is done again in fp32."""
         self._versions = versions(self.args)
 
     def sample(self, outputs: Sequence[Any]) -> None:
@@ -72,7 +72,7 @@ class Again:
 
     @contextlib.contextmanager
     def in_full(self) -> Iterator[None]:
-        """Inside, the step is done again without autocast: no product rounds its operands."""
+        """Inside, the step is done again in fp32: without autocast, and of inputs of 32 bits."""
         before = self._autocast
         self._autocast, self.full = [(kind, dtype, False) for kind, dtype, _ in before], True
         try:

@@ -336,11 +336,11 @@ class _Graph:
         if other:
             exact = self._twin(gm, config, profile, gauge, quick.in_one_piece)
             return Watch(run, exact, names, gauge)
-        halves = acceptance.computes_halves(self.example_inputs)
+        halves = acceptance.computes_halves(gm, self.example_inputs)
         compiled, plainly = (g._twin(gm, config, profile, gauge) for g in (self, plain))
         cheap_first = [plainly, compiled]
         thorough = [compiled] if random else cheap_first[::-1] if halves else cheap_first
-        gauge.rounds = not random and acceptance.autocasts(gm, self.example_inputs)
+        gauge.rounds = not random and halves
         shows = cheap_first if gauge.rounds else ()
         return Watch(run, Doubled(quick, thorough, gauge, random, shows), names, gauge)
 

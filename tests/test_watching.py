@@ -263,29 +263,34 @@ def test_what_a_user_makes_the_default_is_nothing_to_a_look(state, caplog):
 class Rounding(nn.Module):
     """Deep and steep enough for bf16 to tell: products of 8 bits, normalised, over and over."""
 
-    def __init__(self, inside=False):
+    def __init__(self, bf16):
         super().__init__()
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.SiLU()) for _ in range(6)]
-        self.layers, self.inside = nn.Sequential(*blocks, nn.Linear(64, 8)), inside
+        self.layers, self.bf16 = nn.Sequential(*blocks, nn.Linear(64, 8)), bf16
 
     def body(self, x):
         return self.layers(x)
 
     def forward(self, x):
-        if not self.inside:
+        if self.bf16 != "inside":
             return self.body(x)
         with torch.autocast("cpu", torch.bfloat16):
             return self.body(x)
 
 
-def looked_at_rounding(inside, steps=3, inner_compile=run_uncompiled, model=Rounding):
-    model = model(inside)
+BF16 = "around", "inside", "given"
+"""By an autocast around the graph, by one inside it, by its weights and its input."""
+
+
+def looked_at_rounding(bf16, steps=3, inner_compile=run_uncompiled, model=Rounding):
+    dtype = torch.bfloat16 if bf16 == "given" else torch.float32
+    model = model(bf16).to(dtype)
     backend = functools.partial(hot, options=ALWAYS, inner_compile=inner_compile)
-    step, x = torch.compile(model, backend=backend), torch.randn(256, 64)
+    step, x = torch.compile(model, backend=backend), torch.randn(256, 64, dtype=dtype)
     for _ in range(steps):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16 == "around"):
             y = step(x)
         F.cross_entropy(y.float(), torch.arange(256) % 8).backward()
     return hot_compile.certificate(step)
@@ -304,11 +309,11 @@ def rounded(monkeypatch):
     monkeypatch.setattr(Eager, "gradients", gradients)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_autocast_rounds_is_told_without_compiling_anything(inside, rounded, monkeypatch):
+@pytest.mark.parametrize("bf16", BF16)
+def test_what_bf16_rounds_is_told_without_compiling_anything(bf16, rounded, monkeypatch):
     """Outputs that two ways to round differ in are those of the step all the same."""
     monkeypatch.setattr(Doubled, "_surely", lambda *_: pytest.fail("a twin is compiled"))
-    found = looked_at_rounding(inside)
+    found = looked_at_rounding(bf16)
     assert not found.unseen
     assert len(found.looks) == 2
     assert found.errors.worst < 0.2
@@ -317,8 +322,8 @@ def test_what_autocast_rounds_is_told_without_compiling_anything(inside, rounded
 class Casting(Rounding):
     """Attention whose queries and keys are turned in fp32, and cast to what its values are in."""
 
-    def __init__(self, inside):
-        super().__init__(inside)
+    def __init__(self, bf16):
+        super().__init__(bf16)
         self.before = nn.Linear(64, 64)
 
     def body(self, x):
@@ -328,10 +333,10 @@ class Casting(Rounding):
         return self.layers(F.scaled_dot_product_attention(*heads).view(-1, 64))
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_is_cast_to_autocasts_dtype_is_computed_without_it_too(inside, rounded, monkeypatch):
+@pytest.mark.parametrize("bf16", BF16)
+def test_what_is_cast_to_autocasts_dtype_is_computed_without_it_too(bf16, rounded, monkeypatch):
     monkeypatch.setattr(Doubled, "_surely", lambda *_: pytest.fail("a twin is compiled"))
-    found = looked_at_rounding(inside, model=Casting)
+    found = looked_at_rounding(bf16, model=Casting)
     assert not found.unseen
     assert len(found.looks) == 2
     assert found.errors.worst < 0.2
@@ -344,7 +349,7 @@ def test_a_graph_that_needs_autocast_gets_a_compiled_twin(rounded, monkeypatch):
     asked, own = [], Doubled._surely
     monkeypatch.setattr(Again, "in_full", fails)
     monkeypatch.setattr(Doubled, "_surely", lambda *given: asked.append(1) or own(*given))
-    found = looked_at_rounding(inside=False)
+    found = looked_at_rounding("around")
     assert asked
     assert not found.unseen
     assert found.errors.worst < 0.2
@@ -362,7 +367,7 @@ def test_an_output_that_is_not_the_steps_is_told_from_rounding(monkeypatch):
     monkeypatch.setattr(Eager, "gradients", other)
     surely = Doubled._surely
     monkeypatch.setattr(Doubled, "_surely", lambda *given: asked.append(1) or surely(*given))
-    found = looked_at_rounding(inside=False)
+    found = looked_at_rounding("around")
     assert asked
     assert found.errors.worst < 0.2
 
@@ -374,13 +379,13 @@ def test_a_doubt_that_is_rounding_shows_no_layers(monkeypatch):
     monkeypatch.setattr(acceptance, "BUDGET", 0.02)
     monkeypatch.setattr(evidence, "_OF_ROUNDING", 4.0)
     monkeypatch.setattr(Doubled, "_surely", lambda *given: asked.append(given))
-    found = looked_at_rounding(inside=False, steps=4)
+    found = looked_at_rounding("around", steps=4)
     assert [bool(look.off) for look in found.looks] == [True, False, False]
     assert not asked
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_layers_are_shown_by_code_that_nothing_is_compiled_for(inside, monkeypatch):
+@pytest.mark.parametrize("bf16", BF16)
+def test_layers_are_shown_by_code_that_nothing_is_compiled_for(bf16, monkeypatch):
     """Where what autocast rounds does not excuse an error, around the graph or inside it."""
     graphs, asked, own = {}, [], _Graph._twin
 
@@ -392,7 +397,7 @@ def test_layers_are_shown_by_code_that_nothing_is_compiled_for(inside, monkeypat
     monkeypatch.setattr(acceptance, "BUDGET", 1e-3)
     monkeypatch.setattr(_Graph, "_twin", twin_of)
     monkeypatch.setattr(Doubled, "_surely", lambda *given: asked.append(given[-1][0]))
-    looked_at_rounding(inside, steps=4, inner_compile=lambda *a, **k: run_uncompiled(*a, **k))
+    looked_at_rounding(bf16, steps=4, inner_compile=lambda *a, **k: run_uncompiled(*a, **k))
     assert asked
     assert all(graphs[twin].inner_compile is run_uncompiled for twin in asked)
 

@@ -375,24 +375,13 @@ def cannot_be_repeated(gm: fx.GraphModule, examples: Sequence[Any]) -> str:
     return only_once(gm, examples)
 
 
-def computes_halves(examples: Sequence[Any]) -> bool:
+def computes_halves(gm: fx.GraphModule, examples: Sequence[Any]) -> bool:
     """A graph computes in bf16 or fp16, where compiled code rounds less often."""
-    return _given_halves(examples) or _inside_autocast(examples)
-
-
-def autocasts(gm: fx.GraphModule, examples: Sequence[Any]) -> bool:
-    """Nothing but autocast makes a graph compute in bf16 or fp16."""
-    casts = _inside_autocast(examples) or any(map(enters_autocast, gm.graph.nodes))
-    return casts and not _given_halves(examples)
-
-
-def _given_halves(examples: Sequence[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.dtype in HALVES for x in examples)
-
-
-def _inside_autocast(examples: Sequence[Any]) -> bool:
-    kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
-    return any(map(torch.is_autocast_enabled, kinds))
+    given = [x for x in examples if isinstance(x, torch.Tensor)]
+    inside = any(map(torch.is_autocast_enabled, {x.device.type for x in given}))
+    return (
+        inside or any(x.dtype in HALVES for x in given) or any(map(enters_autocast, gm.graph.nodes))
+    )
 
 
 def _agreed(path: Path, number: int | str, mine: Findings | None) -> Findings | None:

@@ -82,7 +82,7 @@ class Certificate:
     times: Mapping[str, StepTime] = dataclasses.field(default_factory=dict)
     """How long graphs' steps take a GPU and its host, where that was measured in the run."""
     rounding: Spread | None = None
-    """What exact code of two kinds differs by, with autocast and without, say, relative; None where
+    """What exact code of two kinds differs by, in bf16 and in fp32, say, relative; None where
     nothing was in doubt. Errors of that size are not hot's."""
     graphs: int = 1
     """Those that looks are at now, each compiled once or more often."""

@@ -217,8 +217,7 @@ class Graph:
     names: Mapping[fx.Node, str]
     """Of the inputs that are parameters."""
     head_code: Callable[[Sequence[fx.Node], Sequence[Any]], Callable[..., Sequence[Any]]]
-    """Of a head's nodes, for such values as they read: from these to what is read of them. Raises
-    TooLarge."""
+    """Of a head's nodes, for the values they read: to what is read of them. Raises TooLarge."""
 
     @functools.cached_property
     def inputs(self) -> list[fx.Node]:
@@ -374,7 +373,7 @@ class Walk:
         wanted = {n: leaf for n, leaf in leaves.items() if differentiable(leaf)}
         del leaves, results
         if ends and wanted:
-            tangents = [kept[n] for n in ends]
+            tangents = [kept[n].to(end.dtype) for n, end in ends.items()]
             with _Asking(self._room) if self._room else contextlib.nullcontext():
                 torch.autograd.backward(list(ends.values()), tangents, inputs=list(wanted.values()))
         gradients = {n: v.grad for n, v in wanted.items() if v.grad is not None}
@@ -386,16 +385,16 @@ class Walk:
             value, example = env[node], node.meta.get("example_value")
             wanted = isinstance(example, Tensor) and example.requires_grad
             return value.detach().requires_grad_() if wanted else value
-        value = self._given[node]
+        value = self._wide(node)
         if not isinstance(value, Tensor):
             return value
         return fresh(value) if trained and node in self._graph.names else value.detach()
 
     def _forward(self, first: int, last: int, env: Values) -> Values:
-        """What nodes in front of ``last`` make that is read from there on."""
+        """What is made in front of ``last`` and read from there on."""
         stretch, crossing = self._nodes[first:last], self._graph.sizes.crossing(last)
-        values = {n: env[n] if n in env else self._input(n) for n in needed(stretch)}
         try:
+            values = {n: env[n] if n in env else self._input(n) for n in needed(stretch)}
             with self._as_the_step(first):
                 made = self._run(stretch, values, dict.fromkeys(crossing))
         except _Full as error:
@@ -407,8 +406,16 @@ class Walk:
         self._room.narrow()
         return {n: made[n] if n in made else env[n] for n in crossing}
 
-    def _input(self, node: fx.Node) -> Any:
+    def _wide(self, node: fx.Node) -> Any:
+        """What the graph is given; in full, as everything, in 32 bits."""
         value = self._given[node]
+        if self._step.full and isinstance(value, Tensor) and value.dtype in HALVES:
+            self._room.ask(2 * value.nbytes)
+            return value.detach().float().requires_grad_(value.requires_grad)
+        return value
+
+    def _input(self, node: fx.Node) -> Any:
+        value = self._wide(node)
         if not isinstance(value, Tensor):
             return value
         return value.clone() if node in self._changed else value.detach()

@@ -163,8 +163,8 @@ class Doubled:
     outputs are not the step's: in bf16, what rounds between operators may be far from what rounds
     once a kernel. What both twins differ by is what no exact computation can tell.
 
-    Under autocast the same operators without it tell that as well, and nothing is compiled for
-    them: then the thorough twin only shows layers.
+    In bf16 or fp16 the same operators in fp32 tell that as well, and nothing is compiled for them:
+    then the thorough twin only shows layers.
     """
 
     mutated: frozenset[int]
@@ -180,7 +180,7 @@ class Doubled:
     ) -> None:
         """``thorough``: the first that runs, and is right, counts. ``guesses``: the other may be
         mistaken in what random numbers a step draws; then it is not asked again. ``shows``:
-        those that only show layers, where autocast rounds."""
+        those that only show layers, where the step is done in fp32 as well."""
         self._quick = quick
         self._thorough = list(thorough)
         self._shows = list(shows)
@@ -243,25 +243,25 @@ class Doubled:
     def _in_full(
         self, step: Again, tangents: Mapping[int, Tensor], other: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """As ``gradients``, without autocast; ``other``: with it. What both differ by is rounding.
+        """As ``gradients``, in fp32; ``other``: as the step is. What both differ by is rounding.
 
         None where that cannot be done, or the step is not what they compute. Its outputs are if
-        they are as near to these as those with autocast.
+        they are as near to these as those of ``other``.
         """
         rounded, same = self._quick.samples, self._observer.same
         try:
             with step.random.again(), step.in_full():
                 off, exact = self._quick.gradients(step, tangents)
         except (torch.OutOfMemoryError, TooLarge) as error:
-            log.debug("hot: no memory for a step without autocast: %s", error)
+            log.debug("hot: no memory for a step in fp32: %s", error)
             return None
         except Exception:
-            log.debug("hot: a graph does not run without autocast", exc_info=True)
+            log.debug("hot: a graph does not run in fp32", exc_info=True)
             self._shows = []
             return None
         rounding = float(apart(rounded, self._quick.samples))
         if not float(off) < max(same, _AS_NEAR * rounding):
-            log.debug("hot: a step without autocast is %.3g off, rounding %.3g", off, rounding)
+            log.debug("hot: a step in fp32 is %.3g off, rounding %.3g", off, rounding)
             return None
         for name in other.keys() & exact.keys():
             self._observer.uncertain(name, other[name] - exact[name])
