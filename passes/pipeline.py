@@ -55,7 +55,7 @@ from hot_compile.passes.storage.choose import (
     usual_bits,
     worth_it,
 )
-from hot_compile.passes.storage.copies import copies_first, merge_copies
+from hot_compile.passes.storage.copies import copies_first, drop_ones, merge_copies
 from hot_compile.passes.storage.crossers import Crosser, base, crossers, saved_pairs
 from hot_compile.passes.storage.fit_budget import BudgetReport, Fit
 from hot_compile.passes.storage.flat import work_out_flat
@@ -169,8 +169,9 @@ def _exact_forms(joint: Joint) -> int:
 
 
 def _copies(joint: Joint) -> int:
-    off = joint.context.config.memory is Memory.OFF
-    return 0 if off else merge_copies(joint.graph) + copies_first(joint.graph)
+    if joint.context.config.memory is Memory.OFF:
+        return 0
+    return sum(f(joint.graph) for f in (merge_copies, drop_ones, copies_first))
 
 
 def _observe(joint: Joint) -> int:

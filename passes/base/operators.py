@@ -115,11 +115,12 @@ LINEAR_IN_GRADIENT = {
     aten.neg.default,
 }
 """Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
+PERIODIC = {aten.sin.default, aten.cos.default}
+"""Of an angle: an error of it counts beside a turn, not beside the angle."""
 BOUNDED = {
+    *PERIODIC,
     aten.tanh.default,
     aten.sigmoid.default,
-    aten.sin.default,
-    aten.cos.default,
     aten._softmax.default,
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
@@ -147,6 +148,9 @@ GENTLE = {
     aten.leaky_relu.default,
     aten.sigmoid.default,
     aten.tanh.default,
+    aten.atan.default,
+    aten.asinh.default,
+    aten.hypot.default,
     aten.erf.default,
     aten.gelu.default,
     aten.silu.default,

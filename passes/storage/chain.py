@@ -13,18 +13,33 @@ from torch import Tensor, fx
 
 from hot_compile.passes.base.graph import aten, strip
 from hot_compile.passes.base.operators import (
+    ADDITIVE,
     BOUNDED_BY,
+    CASTS,
     GENTLE,
     MULTIPLES,
+    PERIODIC,
     SCALED,
     SUMS_OF_TWO,
     VIEWS,
 )
+from hot_compile.passes.base.ranges import range_of
 from hot_compile.passes.base.site import hint
 
 _FACTORS = MULTIPLES | SCALED | BOUNDED_BY | {aten.where.self}
 """What may be done to a value and another tensor."""
 _STEEP = {aten.exp.default, aten.expm1.default}
+_GENTLE_FROM_ONE = {
+    aten.reciprocal.default,
+    aten.sqrt.default,
+    aten.rsqrt.default,
+    aten.log.default,
+}
+_NOT_POSITIVE = {(aten.gt.Scalar, 2), (aten.le.Scalar, 1)}
+"""Comparisons with nothing, and the branch that is taken of what does not exceed it."""
+_FAST, _FASTEST = 8, 64
+"""Times a value may be multiplied by constants to be an angle: above the one its error counts as a
+steep function's, above the other even 12 bits leave an angle that says nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +52,8 @@ class _Link:
     """A multiple of the saved tensor."""
     steep: bool = False
     """A small error may have become a large one."""
+    gain: float = 1.0
+    """What constants have multiplied it by, before it was saved and since, at most."""
 
 
 class Chain:
@@ -45,8 +62,9 @@ class Chain:
     ``plain``: readers see multiples of the root only. ``steep``: some see a steep function of it.
     """
 
-    def __init__(self, root: fx.Node) -> None:
-        self._links = {root: _Link()}
+    def __init__(self, root: fx.Node, made: fx.Node) -> None:
+        """``made``: the same in the forward."""
+        self._links = {root: _Link(gain=_gain(made))}
         self.plain, self.steep = True, False
 
     def __contains__(self, node: fx.Node) -> bool:
@@ -70,16 +88,21 @@ class Chain:
         """
         inside = [n for n in user.all_input_nodes if n in self._links]
         links = [self._links[n] for n in inside]
+        place = links[0].place
         if len({link.place for link in links}) > 1:
-            return "combined with itself in other places"
+            if user.target not in _FACTORS:
+                return "combined with itself in other places"
+            place = (user,)
         if others and user.target not in _FACTORS | SUMS_OF_TWO:
             return f"a function of it and of another tensor ({user.target})"
+        gain = max(link.gain for link in links)
         steep = user.target in _STEEP and not _is_bounded_power(user)
-        if not (steep or is_gentle(user, inside)):
+        turns = user.target in PERIODIC and gain <= _FASTEST
+        if not (steep or turns or is_gentle(user, inside)):
             return f"steep, or not known not to be ({user.target})"
         linear = all(link.linear for link in links) and _is_multiple(user, inside)
-        steep |= any(link.steep for link in links)
-        self._links[user] = _Link(links[0].place, linear, steep)
+        steep |= any(link.steep for link in links) or (turns and gain > _FAST)
+        self._links[user] = _Link(place, linear, steep, gain * _constant(user))
         return ""
 
     def affine(self, node: fx.Node, user: fx.Node) -> None:
@@ -94,44 +117,75 @@ class Chain:
 
 def is_gentle(node: fx.Node, inside: list[fx.Node]) -> bool:
     """A small change of its operands ``inside`` changes a pointwise node, and its slope, little."""
-    target = node.target
+    target, given = node.target, node.args[0]
     if target is aten.pow.Tensor_Scalar:
         return node.args[1] in (1, 2, 3)
     if target is aten.div.Tensor and node.args[1] in inside:
-        return _at_least_one(node.args[1])
-    if target is aten.reciprocal.default:
-        return _at_least_one(node.args[0])
+        return is_at_least_one(node.args[1])
+    if target in _GENTLE_FROM_ONE:
+        return is_at_least_one(given)
     if target is aten.log1p.default:
-        return getattr(node.args[0], "target", None) is aten.exp.default
+        return range_of(given)[0] >= 0
     return target in GENTLE or _is_bounded_power(node)
 
 
+def is_at_least_one(divisor: Any) -> bool:
+    """No slope of what is divided by it is above that of what is divided."""
+    return range_of(divisor)[0] >= 1
+
+
 def _is_bounded_power(node: fx.Node) -> bool:
-    """e to something: a softmax's, less its largest; a sigmoid's or softplus', which one is added
-    to; a bell's, e to a negative square."""
-    given = node.args[0] if node.target is aten.exp.default else None
+    """e to something: a softmax's, less its largest; to what is never positive, or not taken where
+    it is; a sigmoid's or softplus', which one is added to."""
+    given = node.args[0] if node.target in _STEEP else None
     if not isinstance(given, fx.Node):
         return False
     if given.target is aten.sub.Tensor and isinstance(given.args[1], fx.Node):
         return strip(given.args[1], VIEWS).target is aten.amax.default
-    factor = given.args[1] if given.target in SCALED else None
-    bell = isinstance(factor, (int, float)) and factor < 0 and _is_square(given.args[0])
-    return bell or all(_adds_one(u) or u.target is aten.log1p.default for u in node.users)
+    if range_of(given)[1] <= 0:
+        return True
+    return all(_levels(user, node) or _not_taken(user, node, given) for user in node.users)
 
 
-def _is_square(node: Any) -> bool:
-    if node.target is aten.mul.Tensor:
-        return node.args[0] is node.args[1]
-    return node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == 2)
+def _levels(user: fx.Node, power: fx.Node) -> bool:
+    """``user`` adds one to a power of e, or is divided by one more than it."""
+    if user.target in MULTIPLES:
+        return all(u.target is aten.div.Tensor and _adds_one(u.args[1], power) for u in user.users)
+    return _adds_one(user, power) or user.target is aten.log1p.default
 
 
-def _at_least_one(node: Any) -> bool:
-    """One more than a power of e."""
-    return _adds_one(node) and getattr(node.args[0], "target", None) is aten.exp.default
+def _not_taken(user: fx.Node, node: fx.Node, given: fx.Node) -> bool:
+    """What ``user`` makes of ``node`` is chosen only where ``given`` is not positive."""
+    if user.target in SCALED | MULTIPLES:
+        return all(_not_taken(u, user, given) for u in user.users)
+    if user.target is not aten.where.self or not isinstance(user.args[0], fx.Node):
+        return False
+    compared, branch = user.args[0], user.args.index(node)
+    of_it = compared.args[:1] == (given,) and compared.args[1:] == (0,)
+    return of_it and (compared.target, branch) in _NOT_POSITIVE
 
 
-def _adds_one(node: Any) -> bool:
-    return node.target in (aten.add.Tensor, aten.add.Scalar) and bool(node.args[1] == 1)
+def _adds_one(node: Any, power: fx.Node) -> bool:
+    if getattr(node, "target", None) not in ADDITIVE or node.args[0] is not power:
+        return False
+    return bool(node.args[1] == 1)
+
+
+def _gain(node: fx.Node) -> float:
+    """What constants have multiplied ``node`` by."""
+    gain = 1.0
+    while node.target in SCALED | VIEWS | CASTS and isinstance(node.args[0], fx.Node):
+        gain *= _constant(node)
+        node = node.args[0]
+    return gain
+
+
+def _constant(user: fx.Node) -> float:
+    """What ``user`` multiplies by, if that is a number."""
+    factor = user.args[1] if user.target in SCALED else 1.0
+    if not isinstance(factor, (int, float)) or not factor:
+        return 1.0
+    return abs(1 / factor if "div" in str(user.target) else factor)
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import refresh
-from hot_compile.passes.base.graph import aten, returned
-from hot_compile.passes.base.operators import CASTS, is_pointwise
+from hot_compile.passes.base.graph import aten, returned, strip
+from hot_compile.passes.base.operators import CASTS, SCALED, VIEWS, is_pointwise
+from hot_compile.passes.base.site import hint
 
 
 def merge_copies(graph: fx.Graph) -> int:
@@ -47,6 +48,26 @@ def merge_copies(graph: fx.Graph) -> int:
     return gone
 
 
+def drop_ones(graph: fx.Graph) -> int:
+    """Let x stand for x * 1; gives how many products went.
+
+    Some decompositions of torch before 2.14 scale by 1 in the backward alone (softplus'): of what
+    is compared there the forward has nothing, and x would cross exact.
+    """
+    fixed = {node for node in returned(graph) if isinstance(node, fx.Node)}
+    gone = 0
+    for product in [node for node in graph.nodes if node.target in SCALED and node not in fixed]:
+        source, factor = product.args[:2]
+        if isinstance(source, fx.Node) and isinstance(factor, (int, float)) and factor == 1:
+            new, old = product.meta.get("val"), source.meta.get("val")
+            given = strip(source, VIEWS).op == "placeholder"  # which may be written to later
+            if not given and isinstance(old, torch.Tensor) and _alike(new, old):
+                product.replace_all_uses_with(source)
+                graph.erase_node(product)
+                gone += 1
+    return gone
+
+
 def copies_first(graph: fx.Graph) -> int:
     """Move casts and copies of what the graph computes right behind that; gives how many moved.
 
@@ -71,6 +92,12 @@ def _is_plain_copy(copy: fx.Node, source: Any) -> bool:
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         return False
     return new.is_contiguous() and not old.is_contiguous()
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same shape, dtype and strides."""
+    shapes = (list(map(hint, [*t.shape, *t.stride()])) for t in (one, other))
+    return one.dtype is other.dtype and next(shapes) == next(shapes)
 
 
 def _twin(user: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node | None:

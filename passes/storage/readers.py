@@ -49,7 +49,7 @@ from hot_compile.passes.base.operators import (
     is_pointwise,
 )
 from hot_compile.passes.base.site import hint
-from hot_compile.passes.storage.chain import Chain
+from hot_compile.passes.storage.chain import Chain, is_at_least_one
 from hot_compile.passes.storage.masks import Forward, kept_for
 from hot_compile.passes.storage.put_back import puts_back
 
@@ -140,7 +140,7 @@ def read(root: fx.Node, known: Facts, cuts: Set[fx.Node] = frozenset()) -> Readi
 
 class _Reader:
     def __init__(self, root: fx.Node, known: Facts, cuts: Set[fx.Node]) -> None:
-        self._chain = Chain(root)
+        self._chain = Chain(root, (known.forward or {}).get(root.name, root))
         self.reading = Reading(self._chain)
         self._root, self.known = root, known
         self._elements = hint(root.meta["val"].numel())
@@ -271,7 +271,8 @@ class _Reader:
 
     def factor(self, node: fx.Node, user: fx.Node) -> None:
         """It is a factor of a gradient."""
-        if user.target is aten.div.Tensor and user.args[1] is node:
+        divides = user.target is aten.div.Tensor and user.args[1] is node
+        if divides and not is_at_least_one(node):
             self._refuse("divided by: its smallest values matter most")
         if hint(_numel(user)) > self._elements:
             self._refuse("a statistic: broadcast over more elements")

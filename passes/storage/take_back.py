@@ -1,7 +1,7 @@
 """Takes back what was saved so that it may be stored, and then was not.
 
-``advance`` saves a gate's result beside what the gate reads, for then both tolerate rounding, or a
-norm's, in fp32, in place of the 16 bits that the norm reads. Where a step has not the time to store
+``advance`` saves a result beside what it is made of, for then both tolerate rounding, or a norm's,
+in fp32, in place of the 16 bits that the norm reads. Where a step has not the time to store
 them, they would stay as they are: the backward makes them again, as it was to, of what is kept, or
 of what was kept before.
 """

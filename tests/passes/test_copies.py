@@ -7,7 +7,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.storage.copies import copies_first, merge_copies
+from hot_compile.passes.storage.copies import copies_first, drop_ones, merge_copies
 from hot_compile.testing import cosine, hot_step
 
 SUB, MUL = aten.sub.Tensor, aten.mul.Tensor
@@ -113,3 +113,21 @@ def test_a_mixer_holds_nothing_large_exact(lower):
     assert all("a loss" in c.reason for c in large if c.scheme == "exact"), large
     for name, p in model.named_parameters():
         assert cosine(p.grad, exact[name]) > 0.99, name
+
+
+def test_a_product_with_one_is_what_is_multiplied():
+    def function(given, n):
+        x = given.neg()
+        shown, of_input = x * 1, (given.t() * 1).sin()
+        y, z, cast = x * 1, (x / 1.0).neg(), n * 1.0
+        others = cast.exp(), (x.t().expand(2, 5, 3) * 1).sum(0), x * 2
+        return (y > 0).float() + z, shown, of_input, *others
+
+    inputs = (torch.randn(3, 5), torch.arange(4))
+    gm = traced(function, *inputs)
+    want = gm(*inputs)
+    assert drop_ones(gm.graph) == 2  # not of inputs, what users get, casts, or for other strides
+    gm.recompile()
+    got = gm(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert (count(gm, MUL), count(gm, aten.div.Tensor)) == (5, 0)

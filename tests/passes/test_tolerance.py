@@ -20,14 +20,15 @@ def followed_by_a_layer(function, width=256):
     [
         (lambda h: 1 / (h + 3), ""),
         (lambda h: 1 / h, ""),
-        (lambda h: torch.sin(30 * h), "steep"),
+        (lambda h: torch.sin(30 * h), ""),
+        (lambda h: torch.sin(100 * h), "steep"),
         (lambda h: torch.exp(h) + torch.exp(2 * h), ""),
         (lambda h: h.abs().sqrt(), "steep"),
         (lambda h: torch.erfinv(h.clamp(-0.999, 0.999)), ""),
         (lambda h: torch.atanh(0.3 * h.sin()) + torch.erfinv(h.sin()), ""),
         (lambda h: h / h.amax(), ""),
         (lambda h: h.amax(0, keepdim=True) * h, ""),
-        (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), "steep"),
+        (lambda h: torch.cos(h) * h.norm(dim=-1, keepdim=True), ""),
         (lambda h: h * torch.arange(256)[h.clamp(0, 255).long()], "int64"),
     ],
 )
@@ -50,6 +51,11 @@ ACTIVATIONS = {
     "leaky relu": F.leaky_relu, "relu6": F.relu6,
     "gelu by tanh": lambda h: F.gelu(h, approximate="tanh"),
     "squared relu": lambda h: F.relu(h).square(),
+    "elu": F.elu, "selu": F.selu, "softplus": F.softplus, "softsign": F.softsign,
+    "snake": lambda h: h + h.sin().square(), "atan": torch.atan,
+    "symmetric log": lambda h: h.sign() * h.abs().log1p(),
+    "inverse root": lambda h: h * torch.rsqrt(1 + h * h), "root": lambda h: (1 + h * h).sqrt(),
+    "bell": lambda h: torch.exp(-h * h / 2), "narrow bell": lambda h: h * (-((3 * h) ** 2)).exp(),
 }  # fmt: skip
 AT_ANY_SCALE = ("gelu", "relu6", "squared relu")
 """Smooth, with two ends, with none: in the quick run the others have the usual scale only."""
