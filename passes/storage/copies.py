@@ -15,9 +15,11 @@ import torch
 from torch import fx
 
 from hot_compile.passes.base.emit import refresh
-from hot_compile.passes.base.graph import aten, returned, strip
+from hot_compile.passes.base.graph import aten, makes_bool, returned, strip
 from hot_compile.passes.base.operators import CASTS, SCALED, VIEWS, is_pointwise
 from hot_compile.passes.base.site import hint
+
+_POWERS = {aten.exp.default, aten.expm1.default}
 
 
 def merge_copies(graph: fx.Graph) -> int:
@@ -49,14 +51,17 @@ def merge_copies(graph: fx.Graph) -> int:
 
 
 def drop_ones(graph: fx.Graph) -> int:
-    """Let x stand for x * 1; gives how many products went.
+    """Let x stand for x * 1 where that is compared or exponentiated; gives how many products went.
 
-    Some decompositions of torch before 2.14 scale by 1 in the backward alone (softplus'): of what
-    is compared there the forward has nothing, and x would cross exact.
+    Some decompositions of torch before 2.14 scale by 1 in the backward alone (softplus', ELU's): of
+    what is compared there the forward has nothing, and x would cross exact. Others stay: by how
+    many operators there are Inductor decides what it fuses.
     """
     fixed = {node for node in returned(graph) if isinstance(node, fx.Node)}
     gone = 0
     for product in [node for node in graph.nodes if node.target in SCALED and node not in fixed]:
+        if not any(makes_bool(user) or user.target in _POWERS for user in product.users):
+            continue
         source, factor = product.args[:2]
         if isinstance(source, fx.Node) and isinstance(factor, (int, float)) and factor == 1:
             new, old = product.meta.get("val"), source.meta.get("val")
