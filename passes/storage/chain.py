@@ -38,8 +38,8 @@ _GENTLE_FROM_ONE = {
 _NOT_POSITIVE = {(aten.gt.Scalar, 2), (aten.le.Scalar, 1)}
 """Comparisons with nothing, and the branch that is taken of what does not exceed it."""
 _FAST, _FASTEST = 8, 64
-"""Times a value may be multiplied by constants to be an angle: above the one its error counts as a
-steep function's, above the other even 12 bits leave an angle that says nothing."""
+"""Times a value may be multiplied by constants to be an angle: above the one a sine is steep, above
+the other even 12 bits leave an angle that says nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,8 @@ class _Link:
     """A multiple of the saved tensor."""
     steep: bool = False
     """A small error may have become a large one."""
+    turns: bool = False
+    """It is made of a sine: errors count beside a turn, not beside the value."""
     gain: float = 1.0
     """What constants have multiplied it by, before it was saved and since, at most."""
 
@@ -60,12 +62,13 @@ class Chain:
     """Nodes recomputed from a root by operators of which each element depends on one of the root.
 
     ``plain``: readers see multiples of the root only. ``steep``: some see a steep function of it.
+    ``turns``: some see a sine of it.
     """
 
     def __init__(self, root: fx.Node, made: fx.Node) -> None:
         """``made``: the same in the forward."""
         self._links = {root: _Link(gain=_gain(made))}
-        self.plain, self.steep = True, False
+        self.plain, self.steep, self.turns = True, False, False
 
     def __contains__(self, node: fx.Node) -> bool:
         return node in self._links
@@ -97,12 +100,13 @@ class Chain:
             return f"a function of it and of another tensor ({user.target})"
         gain = max(link.gain for link in links)
         steep = user.target in _STEEP and not _is_bounded_power(user)
-        turns = user.target in PERIODIC and gain <= _FASTEST
-        if not (steep or turns or is_gentle(user, inside)):
+        turning = user.target in PERIODIC and gain <= _FASTEST
+        if not (steep or turning or is_gentle(user, inside)):
             return f"steep, or not known not to be ({user.target})"
         linear = all(link.linear for link in links) and _is_multiple(user, inside)
-        steep |= any(link.steep for link in links) or (turns and gain > _FAST)
-        self._links[user] = _Link(place, linear, steep, gain * _constant(user))
+        steep |= any(link.steep for link in links) or (turning and gain > _FAST)
+        turns = turning or any(link.turns for link in links)
+        self._links[user] = _Link(place, linear, steep, turns, gain * _constant(user))
         return ""
 
     def affine(self, node: fx.Node, user: fx.Node) -> None:
@@ -113,6 +117,7 @@ class Chain:
         """A reader outside the chain is linear in ``node``."""
         self.plain &= self._links[node].linear
         self.steep |= self._links[node].steep
+        self.turns |= self._links[node].turns
 
 
 def is_gentle(node: fx.Node, inside: list[fx.Node]) -> bool:

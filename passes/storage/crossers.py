@@ -184,12 +184,13 @@ class Judge:
         if reading.attended and not self._seen:
             return Need(reason=_UNSEEN)
         bends = not reading.chain.plain
-        steep = reading.chain.steep or (bends and is_saturated(saved))
+        turns, half = reading.chain.turns, saved.meta["val"].dtype.itemsize == 2
+        steep = reading.chain.steep or (bends and is_saturated(saved)) or (turns and not half)
         kinds = (
             (Kind.CHANNEL, reading.channel and not steep),
             (Kind.ABSOLUTE, reading.fine or softmax or steep),
             (Kind.ATTENDED, reading.attended),
-            (Kind.RELATIVE, bounded or reading.rows),
+            (Kind.RELATIVE, (bounded or reading.rows) and not turns),
             (Kind.COMMON, True),
         )
         kind = next(kind for kind, fits in kinds if fits)

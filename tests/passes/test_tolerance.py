@@ -46,6 +46,31 @@ def test_what_does_not_tolerate_rounding_stays_exact(function, why):
         assert cosine(p.grad, want) > 0.995
 
 
+@pytest.mark.parametrize(
+    ("dtype", "times", "scheme"),
+    [
+        (torch.float32, 5, "groups12"),
+        (torch.float32, 60, "groups12"),
+        (torch.float32, 70, "exact"),
+        (torch.bfloat16, 5, "rows8"),
+        (torch.bfloat16, 9, "exact"),
+    ],
+)
+def test_a_sines_angle_has_more_than_six_bits(dtype, times, scheme):
+    """Though what it is made of is bounded. A constant counts before it is saved and after."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(3))
+
+    def loss(x):
+        first, second, third = layers
+        angle = second(first(x).tanh())
+        return third((times * angle).sin()).float().square().mean()
+
+    kept = crossing(loss, torch.randn(256, 64, dtype=dtype), exclude="*")
+    (angle,) = [c for c in kept if c.name in ("addmm_1", "mul")]
+    assert angle.scheme == scheme
+
+
 ACTIVATIONS = {
     "gelu": F.gelu, "silu": F.silu, "mish": F.mish, "relu": F.relu, "hardswish": F.hardswish,
     "leaky relu": F.leaky_relu, "relu6": F.relu6,
