@@ -150,7 +150,6 @@ GENTLE = {
     aten.tanh.default,
     aten.atan.default,
     aten.asinh.default,
-    aten.hypot.default,
     aten.erf.default,
     aten.gelu.default,
     aten.silu.default,

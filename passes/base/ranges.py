@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.base.operators import ADDITIVE, CASTS, SCALED, VIEWS
+from hot_compile.passes.base.operators import ADDITIVE, CASTS, PERIODIC, SCALED, VIEWS
 
 Range = tuple[float, float]
 """The least an element can be, and the most."""
@@ -26,8 +26,7 @@ _FIXED: Mapping[Any, Range] = {
     aten._softmax.default: _SHARE,
     aten.tanh.default: _WAVE,
     aten.erf.default: _WAVE,
-    aten.sin.default: _WAVE,
-    aten.cos.default: _WAVE,
+    **dict.fromkeys(PERIODIC, _WAVE),
     aten.cosh.default: (1.0, math.inf),
 }
 _RISING: Mapping[Any, Callable[[float], float]] = {
@@ -135,5 +134,6 @@ def _applied(rises: Callable[[float], float], x: float) -> float:
 
 
 def _product(one: Range, other: Range) -> Range:
+    """Nothing times what has no end is nothing, for elements have one."""
     ends = [0.0 if 0.0 in (x, y) else x * y for x in one for y in other]
     return min(ends), max(ends)
