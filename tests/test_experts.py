@@ -147,7 +147,7 @@ def test_transformers_experts_in_fp32_are_known():
     _, graphs = hot_step(lambda x: model(input_ids=x, labels=x).loss, ids, options=STORED)
     kept = [c for graph in graphs for c in graph.crossing if c.module.endswith("experts")]
     large = [c for c in kept if c.dtype == "float32" and c.bytes_before > 1024]
-    assert len(large) == 2, "both products: what lies between is made again, rows are gathered again"
+    assert len(large) == 2, "both products: what lies between is made again, rows gathered"
     assert all(c.scheme != "exact" for c in large), large
     for name, got in gradients(model).items():
         assert cosine(got, want[name]) > LEAST, name
