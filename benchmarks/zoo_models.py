@@ -191,7 +191,8 @@ def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
     given |= {n: min(v, has[n]) for n, v in narrower.items() if isinstance(has.get(n), int)}
     if not draws():
         given |= {n: 0.0 for n, v in has.items() if "drop" in n and isinstance(v, float)}
-        given |= {n: False for n in ("apply_spec_augment",) if n in has}
+        if "apply_spec_augment" in has:
+            given["apply_spec_augment"] = False
     given |= {n: 1 for n, v in has.items() if n.endswith("_token_id") and _beyond(v)}
     if {"num_heads", "head_dim", "expand", "hidden_size"} <= has.keys():  # Mamba 2's go together
         width = given.get("hidden_size", has["hidden_size"])

@@ -7,6 +7,7 @@ What works element by element says so itself (``is_pointwise``).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ ADDITIVE = SUMS_OF_TWO | {aten.add.Scalar, aten.sub.Scalar}
 """Likewise, or a number."""
 SCALED_BY_TENSOR = {aten.mul.Tensor, aten.div.Tensor}
 """Linear in the first operand."""
+DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
+"""By a tensor, or a number."""
 SCALED = SCALED_BY_TENSOR | {aten.mul.Scalar, aten.div.Scalar}
 """Likewise, or by a number."""
 MULTIPLES = {aten.mul.Tensor, aten.neg.default}
@@ -115,6 +118,8 @@ LINEAR_IN_GRADIENT = {
     aten.neg.default,
 }
 """Where one operand is a gradient, the result is linear in it, and errors are relative to it."""
+POWERS = {aten.exp.default, aten.expm1.default}
+"""e to something, or one less."""
 PERIODIC = {aten.sin.default, aten.cos.default}
 """Of an angle: an error of it counts beside a turn, not beside the angle."""
 BOUNDED = {
@@ -179,6 +184,18 @@ def is_grouped_product(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload) and target.name() in LIBRARIES_GROUPED_PRODUCTS:
         return True
     return target in GROUPED_PRODUCTS
+
+
+def multiplier(node: fx.Node) -> float | None:
+    """The number that its operator multiplies the first operand by, if it does that."""
+    if node.target is aten.neg.default:
+        return -1.0
+    factor = node.args[1] if node.target in SCALED else None
+    if not isinstance(factor, (int, float)):
+        return None
+    if node.target in DIVISIONS:
+        return 1 / factor if factor else math.inf
+    return factor
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -13,7 +13,15 @@ from typing import Any
 from torch import fx
 
 from hot_compile.passes.base.graph import aten
-from hot_compile.passes.base.operators import ADDITIVE, CASTS, PERIODIC, SCALED, VIEWS
+from hot_compile.passes.base.operators import (
+    ADDITIVE,
+    CASTS,
+    DIVISIONS,
+    PERIODIC,
+    SCALED,
+    VIEWS,
+    multiplier,
+)
 
 Range = tuple[float, float]
 """The least an element can be, and the most."""
@@ -39,7 +47,6 @@ _RISING: Mapping[Any, Callable[[float], float]] = {
     aten.atan.default: math.atan,
 }
 _SUBTRACTS = {aten.sub.Tensor, aten.sub.Scalar}
-_DIVIDES = {aten.div.Tensor, aten.div.Scalar}
 _LARGER = {aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor}
 _SMALLER = {aten.minimum.default, aten.clamp_max.default, aten.clamp_max.Tensor}
 
@@ -86,7 +93,7 @@ def _of_operands(target: Any, operands: list[Range]) -> Range:
         return low - most, high - least
     if target in ADDITIVE:
         return low + least, high + most
-    if target in _DIVIDES:
+    if target in DIVISIONS:
         return _product((low, high), (1 / most, 1 / least)) if least > 0 or most < 0 else ANY
     if target in SCALED:
         return _product((low, high), (least, most))
@@ -110,12 +117,7 @@ def _of_square(node: fx.Node) -> int:
 def _multiple(node: Any) -> tuple[Any, int]:
     """What ``node`` is a multiple of, and the multiple's sign."""
     sign = 1
-    while isinstance(node, fx.Node):
-        factor: Any = -1 if node.target is aten.neg.default else node.args[1:2]
-        if node.target in SCALED:
-            (factor,) = factor
-        if not isinstance(factor, (int, float)) or not factor:
-            break
+    while isinstance(node, fx.Node) and (factor := multiplier(node)):
         sign = sign if factor > 0 else -sign
         node = node.args[0]
     return node, sign

@@ -19,16 +19,17 @@ from hot_compile.passes.base.operators import (
     GENTLE,
     MULTIPLES,
     PERIODIC,
+    POWERS,
     SCALED,
     SUMS_OF_TWO,
     VIEWS,
+    multiplier,
 )
 from hot_compile.passes.base.ranges import range_of
 from hot_compile.passes.base.site import hint
 
 _FACTORS = MULTIPLES | SCALED | BOUNDED_BY | {aten.where.self}
 """What may be done to a value and another tensor."""
-_STEEP = {aten.exp.default, aten.expm1.default}
 _GENTLE_FROM_ONE = {
     aten.reciprocal.default,
     aten.sqrt.default,
@@ -99,14 +100,14 @@ class Chain:
         if others and user.target not in _FACTORS | SUMS_OF_TWO:
             return f"a function of it and of another tensor ({user.target})"
         gain = max(link.gain for link in links)
-        steep = user.target in _STEEP and not _is_bounded_power(user)
+        steep = user.target in POWERS and not _is_bounded_power(user)
         turning = user.target in PERIODIC and gain <= _FASTEST
         if not (steep or turning or is_gentle(user, inside)):
             return f"steep, or not known not to be ({user.target})"
         linear = all(link.linear for link in links) and _is_multiple(user, inside)
         steep |= any(link.steep for link in links) or (turning and gain > _FAST)
         turns = turning or any(link.turns for link in links)
-        self._links[user] = _Link(place, linear, steep, turns, gain * _constant(user))
+        self._links[user] = _Link(place, linear, steep, turns, gain * abs(multiplier(user) or 1.0))
         return ""
 
     def affine(self, node: fx.Node, user: fx.Node) -> None:
@@ -142,7 +143,7 @@ def is_at_least_one(divisor: Any) -> bool:
 def _is_bounded_power(node: fx.Node) -> bool:
     """e to something: a softmax's, less its largest; to what is never positive, or not taken where
     it is; a sigmoid's or softplus', which one is added to."""
-    given = node.args[0] if node.target in _STEEP else None
+    given = node.args[0] if node.target in POWERS else None
     if not isinstance(given, fx.Node):
         return False
     if given.target is aten.sub.Tensor and isinstance(given.args[1], fx.Node):
@@ -176,21 +177,16 @@ def _adds_one(node: Any, power: fx.Node) -> bool:
     return bool(node.args[1] == 1)
 
 
-def _gain(node: fx.Node) -> float:
+def _gain(node: Any) -> float:
     """What constants have multiplied ``node`` by."""
     gain = 1.0
-    while node.target in SCALED | VIEWS | CASTS and isinstance(node.args[0], fx.Node):
-        gain *= _constant(node)
+    while isinstance(node, fx.Node):
+        factor = multiplier(node)
+        if factor is None and node.target not in VIEWS | CASTS:
+            break
+        gain *= abs(factor or 1.0)
         node = node.args[0]
     return gain
-
-
-def _constant(user: fx.Node) -> float:
-    """What ``user`` multiplies by, if that is a number."""
-    factor = user.args[1] if user.target in SCALED else 1.0
-    if not isinstance(factor, (int, float)) or not factor:
-        return 1.0
-    return abs(1 / factor if "div" in str(user.target) else factor)
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

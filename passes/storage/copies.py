@@ -16,10 +16,8 @@ from torch import fx
 
 from hot_compile.passes.base.emit import refresh
 from hot_compile.passes.base.graph import aten, makes_bool, returned, strip
-from hot_compile.passes.base.operators import CASTS, SCALED, VIEWS, is_pointwise
+from hot_compile.passes.base.operators import CASTS, POWERS, VIEWS, is_pointwise, multiplier
 from hot_compile.passes.base.site import hint
-
-_POWERS = {aten.exp.default, aten.expm1.default}
 
 
 def merge_copies(graph: fx.Graph) -> int:
@@ -59,18 +57,19 @@ def drop_ones(graph: fx.Graph) -> int:
     """
     fixed = {node for node in returned(graph) if isinstance(node, fx.Node)}
     gone = 0
-    for product in [node for node in graph.nodes if node.target in SCALED and node not in fixed]:
-        if not any(makes_bool(user) or user.target in _POWERS for user in product.users):
-            continue
-        source, factor = product.args[:2]
-        if isinstance(source, fx.Node) and isinstance(factor, (int, float)) and factor == 1:
-            new, old = product.meta.get("val"), source.meta.get("val")
-            given = strip(source, VIEWS).op == "placeholder"  # which may be written to later
-            if not given and isinstance(old, torch.Tensor) and _alike(new, old):
-                product.replace_all_uses_with(source)
-                graph.erase_node(product)
-                gone += 1
+    for product in [n for n in graph.nodes if multiplier(n) == 1 and n not in fixed]:
+        if _stands_for(product.args[0], product):
+            product.replace_all_uses_with(product.args[0])
+            graph.erase_node(product)
+            gone += 1
     return gone
+
+
+def _stands_for(source: fx.Node, product: fx.Node) -> bool:
+    """No reader of ``product`` finds a difference, and one of them is what it is dropped for."""
+    judged = any(makes_bool(user) or user.target in POWERS for user in product.users)
+    given = strip(source, VIEWS).op == "placeholder"  # which may be written to later
+    return judged and not given and _alike(product.meta["val"], source.meta["val"])
 
 
 def copies_first(graph: fx.Graph) -> int:
@@ -101,8 +100,8 @@ def _is_plain_copy(copy: fx.Node, source: Any) -> bool:
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """The same shape, dtype and strides."""
-    shapes = (list(map(hint, [*t.shape, *t.stride()])) for t in (one, other))
-    return one.dtype is other.dtype and next(shapes) == next(shapes)
+    mine, others = ([hint(n) for n in (*t.shape, *t.stride())] for t in (one, other))
+    return one.dtype is other.dtype and mine == others
 
 
 def _twin(user: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node | None:

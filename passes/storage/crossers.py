@@ -28,6 +28,7 @@ from hot_compile.passes.base.operators import (
     CASTS,
     FLOATS,
     REDUCTIONS,
+    SIXTEEN_BITS,
     SPLITS,
     VIEWS,
     is_layer_product,
@@ -184,7 +185,7 @@ class Judge:
         if reading.attended and not self._seen:
             return Need(reason=_UNSEEN)
         bends = not reading.chain.plain
-        turns, half = reading.chain.turns, saved.meta["val"].dtype.itemsize == 2
+        turns, half = reading.chain.turns, saved.meta["val"].dtype in SIXTEEN_BITS
         steep = reading.chain.steep or (bends and is_saturated(saved)) or (turns and not half)
         kinds = (
             (Kind.CHANNEL, reading.channel and not steep),
