@@ -240,7 +240,7 @@ def _pixels(config: Any, *lead: int) -> Tensor:
 
 
 def _picture(config: Any) -> dict[str, Any]:
-    return {"pixel_values": _pixels(config), "labels": torch.arange(scale()[0]) % 2}
+    return {"pixel_values": _pixels(config), "labels": _two_classes()}
 
 
 def _map(config: Any) -> dict[str, Any]:
@@ -248,24 +248,28 @@ def _map(config: Any) -> dict[str, Any]:
     return {"pixel_values": pixels, "labels": torch.randint(2, (scale()[0], *pixels.shape[-2:]))}
 
 
+def _two_classes() -> Tensor:
+    return torch.arange(scale()[0]) % 2
+
+
 def _film(config: Any) -> dict[str, Any]:
     frames = getattr(config, "num_frames", 8)
-    return {"pixel_values": _pixels(config, 2, frames), "labels": torch.arange(2)}
+    return {"pixel_values": _pixels(config, scale()[0], frames), "labels": _two_classes()}
 
 
 def _sound(config: Any) -> dict[str, Any]:
-    labels = torch.randint(1, 30, (2, 20))
-    return {"input_values": torch.randn(2, 32000), "labels": labels}
+    labels = torch.randint(1, 30, (scale()[0], 20))
+    return {"input_values": torch.randn(scale()[0], 32000), "labels": labels}
 
 
 def _heard(config: Any) -> dict[str, Any]:
-    return {"input_values": torch.randn(2, 32000), "labels": torch.arange(2)}
+    return {"input_values": torch.randn(scale()[0], 32000), "labels": _two_classes()}
 
 
 def _spoken(config: Any) -> dict[str, Any]:
     frames = 2 * getattr(config, "max_source_positions", 1500)
-    features = torch.randn(2, getattr(config, "num_mel_bins", 80), frames)
-    return {"input_features": features, "labels": torch.randint(3, WORDS, (2, 32))}
+    features = torch.randn(scale()[0], getattr(config, "num_mel_bins", 80), frames)
+    return {"input_features": features, "labels": torch.randint(3, WORDS, (scale()[0], 32))}
 
 
 def _pair(config: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _filming(name: str) -> Built:
 
     side = 224 if name.startswith(("mvit", "swin")) else 112
     model = still(getattr(video, name)(weights=None, num_classes=CLASSES))
-    return classifier(model, torch.randn(4, 3, 16, side, side))
+    return classifier(model, torch.randn(scale()[0], 3, 16, side, side))
 
 
 _HEADS = ("rpn", "retinanet", "fcos", "fast_rcnn", "mask_rcnn", "keypoint_rcnn")
@@ -46,7 +46,7 @@ def _detecting(name: str) -> Built:
     from torchvision.models import detection as d
 
     pyramid = [torch.randn(scale()[0], 256, side, side) for side in (64, 32, 16)]
-    regions = torch.randn(64, 256, 14, 14)
+    regions = torch.randn(8 * scale()[0], 256, 14, 14)
     keypoints = d.keypoint_rcnn
     model, x = {
         "rpn": lambda: (d.rpn.RPNHead(256, 3), pyramid),
@@ -88,7 +88,7 @@ def _graphs() -> Iterator[tuple[str, Callable[[], Built]]]:
 def _graph(name: str) -> Built:
     import torch_geometric.nn as pyg
 
-    nodes, edges = 4096, 32768
+    nodes, edges = 512 * scale()[0], 4096 * scale()[0]
     more = {"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.ones(16)}
     kind = getattr(pyg, name)
     model = kind(128, 256, 2, CLASSES, **(more if name == "PNA" else {}))
@@ -132,7 +132,7 @@ _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell")
 def _recurrent(kind: str) -> Built:
     cells = kind.endswith("Cell")
     model = (_Cells if cells else _Layers)(kind, 512)
-    return classifier(model, torch.randn(64, 16 if cells else 128, 512))
+    return classifier(model, torch.randn(8 * scale()[0], 16 if cells else 128, 512))
 
 
 _SIDE = 32

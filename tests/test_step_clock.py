@@ -13,6 +13,7 @@ from hot_compile.backend import hot
 from hot_compile.inspect import Reports, run_uncompiled
 from hot_compile.observing import acceptance, gauge, step_clock
 from hot_compile.observing.acceptance import Findings
+from hot_compile.observing.certificate import _monitor_behind
 from hot_compile.observing.step_clock import FIRST, Mark, StepClock
 from hot_compile.passes.cost.devices import RATES
 from hot_compile.passes.plan import Plan
@@ -39,21 +40,23 @@ class Event:
         return (other.seconds - self.seconds) * 1e3
 
 
-def marking(host_takes, gpu_takes, pieces=1, gpu_forward=None):
+def marking(host_takes, gpu_takes, pieces=1, gpu_forward=None, asks=False):
     """Marks of a host and of a GPU that take so long for a step.
 
-    ``gpu_forward``: of the GPU's time; else half of it, as of the host's.
+    ``gpu_forward``: of the GPU's time; else half of it, as of the host's. ``asks``: before the
+    step, and at the end of its last forward, the host asks for a number, and waits for the GPU.
     """
     host, behind = 100.0, 0.0
     ahead = gpu_takes / 2 if gpu_forward is None else gpu_forward
     yield Mark(host, Event(host - 93.0))  # another clock
     while True:
         forward = (host_takes / 2 / pieces, ahead / pieces)
-        for seconds, its in (
-            (0.001, 0.0), *[forward] * pieces, (host_takes / 2, gpu_takes - ahead)
-        ):  # fmt: skip
+        spans = (0.001, 0.0), *[forward] * pieces, (host_takes / 2, gpu_takes - ahead)
+        for place, (seconds, its) in enumerate(spans):
             host += seconds
             behind = max(0.0, behind + its - seconds)
+            if asks and place in (0, pieces):
+                host, behind = host + behind, 0.0
             yield Mark(host, Event(host + behind - 93.0))
 
 
@@ -67,9 +70,9 @@ def _piece(x):
     return (x @ torch.ones(4, 4)).sin()
 
 
-def timed(host, gpu, pieces=1, gpu_forward=None):
+def timed(host, gpu, pieces=1, **how):
     """A step of so many graphs, one behind the other."""
-    marks = marking(host, gpu, pieces, gpu_forward)
+    marks = marking(host, gpu, pieces, **how)
     clock = StepClock(lambda: next(marks))
     for _ in range(FIRST + 12):
         assert clock.wants_more
@@ -106,6 +109,15 @@ def test_a_gpu_that_waits_within_a_step_waits():
     """Its backward ends with more work than the host needs to send it off."""
     assert timed(0.006, 0.0055, gpu_forward=0.001).read().waits_for_host
     assert not timed(0.006, 0.0075, gpu_forward=0.003).read().waits_for_host
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_gpu_that_its_host_waits_for_does_not_wait(pieces):
+    """A loss that asks for a number finds the GPU up to date, however long it has kept it busy."""
+    found = timed(0.006, 0.040, pieces, asks=True).read()
+    assert found.device > 0.030
+    assert not found.waits_for_host
+    assert timed(0.006, 0.003, pieces, asks=True).read().waits_for_host
 
 
 def test_it_is_never_waited_for_the_gpu():
@@ -349,6 +361,16 @@ def test_several_graphs_of_a_step_are_decided_together(kept, monkeypatch, caplog
 
     train(BUSY, monkeypatch, 1, broken=True)
     assert caplog.text.count("known to take") == 1
+
+
+def test_what_stays_as_it_is_is_timed_with_what_is_compiled_again(kept, train_exact):
+    """Else a step would be compared with a part of one."""
+    two = nn.Linear(256, 256), nn.Linear(256, 256)
+    layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), *two)
+    step, graphs = train_exact([LONG, LONG], 2 * STEPS, (layers,), broken=True)
+    assert len(graphs) == 3
+    assert [Findings.load(file).timed for file in kept.iterdir()] == [True, True]
+    assert len(_monitor_behind(step)._clock.graphs) == 2
 
 
 @pytest.mark.slow

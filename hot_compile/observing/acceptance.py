@@ -211,14 +211,22 @@ class Acceptance(Monitor):
 
         What is compiled for what steps took is timed once more.
         """
-        known = self._known[path]
-        if known.timed or (path.stem in self.times and known.step is None):
+        if self._is_timed(path):
             return None
-        if self._clock is None or not self._clock.wants_more:
-            self._clock = clock_of(devices)
-        else:
+        if self._clock is not None and self._clock.wants_more:
             self._clock.again()
+            return self._clock
+        before, self._clock = self._clock, clock_of(devices)
+        for graph in self.graphs:  # those that stay as they are make up steps as long as before
+            gauge = graph.gauge
+            if before and gauge in before.graphs and gauge.path and self._is_timed(gauge.path):
+                graph.clock = self._clock
         return self._clock
+
+    def _is_timed(self, path: Path) -> bool:
+        """It is known what steps take that a graph is a part of, compiled as it is."""
+        known = self._known[path]
+        return known.timed or (path.stem in self.times and known.step is None)
 
     def due(self, forwards: int, settled: bool = False) -> bool:
         """As of a monitor; code that was found settled is looked at seldom from the beginning."""
@@ -275,6 +283,8 @@ class Acceptance(Monitor):
         """As of a monitor; what the first process of a job measured counts for all."""
         assert gauge.path is not None
         assert clock.found is not None
+        if self._is_timed(gauge.path):
+            return False  # timed for others' sake
         path, known = gauge.path, self._known[gauge.path]
         again = " again" * (known.step is not None)
         whole = min(g.path for g in clock.graphs)  # agreed on once for all parts

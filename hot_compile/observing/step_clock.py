@@ -31,6 +31,10 @@ _MOST = 512
 _BEHIND, _LATENCY = 0.03, 50e-6
 """A GPU that is behind its host at a mark by less than this share of a step, or seconds, has waited
 for the host: in a Whisper's decoder, say, though its encoder keeps it busy."""
+_BUSY = 1.5
+"""Not so a GPU that takes so many times its host's time for a step: it was up to date because its
+host had waited for it: before a step, and at the end of its forward. A Wav2Vec2 asks for the
+largest of its labels, and its loss for lengths: 179 ms, its host 47, and it was thought to wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +172,7 @@ class StepClock:
                 for span in spans
             )
             waits = statistics.median(behind) < max(_LATENCY, _BEHIND * host)
+            waits = waits and device < _BUSY * host
             self.found = StepTime(device, host, waits)
         return self.found
 
