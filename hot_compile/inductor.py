@@ -18,6 +18,7 @@ from .generated import lightened
 from .passes.pipeline import sources_hash
 from .passes.storage.layout import CHANNELS_LAST
 from .runtime.native.providers import runtime_version
+from .runtime.read_again import read_again
 
 _DISABLING = "use_joint_graph_passes"
 
@@ -77,7 +78,7 @@ def keyed_by_graph(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         layout = {"force_layout_optimization": True} if CHANNELS_LAST in gm.meta else {}
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        with inductor_config.patch({**passes, **layout}), lightened():
+        with inductor_config.patch({**passes, **layout}), lightened(), read_again():
             return inner_compile(gm, *args, **kwargs)
 
     return lowered
