@@ -15,6 +15,8 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from hot_compile.runtime.pointwise import taught
 
 _MOST = 1.125
@@ -43,8 +45,8 @@ def _taught() -> None:
 
     own: Any = StorageBox.should_realize_on_reuse
 
-    def should_realize_on_reuse(box: Any, users: int) -> bool:
-        said = own(box, users)
+    def should_realize_on_reuse(box: Any, *users: Any, **more: Any) -> bool:
+        said: bool = own(box, *users, **more)
         if not (said and _active.get() and isinstance(box.data, Pointwise)):
             return said
         return box.has_large_inner_fn() or not _reads_less(box)
@@ -58,7 +60,7 @@ def _reads_less(box: Any) -> bool:
     from torch._inductor.virtualized import V
 
     device, reads = box.get_device(), box.get_reads()
-    if device is None or device.type == "cpu":
+    if device is None or device.type == "cpu" or box.get_dtype() != torch.float32:
         return False
     if not all(isinstance(read, MemoryDep) and not read.is_indirect() for read in reads):
         return False
