@@ -4,8 +4,8 @@ It writes a value with several readers that is made of more than four tensors, a
 the deviation, the weight and the bias of a norm like the image itself. So a normalised image whose
 activation a convolution reads was written in fp32, twice its own bytes, kept until that
 convolution's backward was through, and read once more: 3.2 GiB of a Wav2Vec2's 11 (253 samples,
-H200). Each reader makes it anew since, where it reads hardly more bytes for that than the value has:
-then what would be written is spared, and the peak hardly rises for what is kept instead.
+H200). Each reader makes it anew since, where it reads hardly more bytes for that than the value
+has: then what would be written is spared, and the peak hardly rises for what is kept instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _taught() -> None:
             return said
         return box.has_large_inner_fn() or not _reads_less(box)
 
-    StorageBox.should_realize_on_reuse = should_realize_on_reuse  # type: ignore[method-assign]
+    StorageBox.should_realize_on_reuse = should_realize_on_reuse  # type: ignore[method-assign,assignment]
 
 
 def _reads_less(box: Any) -> bool:
