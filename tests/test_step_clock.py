@@ -367,10 +367,12 @@ def test_what_stays_as_it_is_is_timed_with_what_is_compiled_again(kept, train_ex
     """Else a step would be compared with a part of one."""
     two = nn.Linear(256, 256), nn.Linear(256, 256)
     layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), *two)
-    step, graphs = train_exact([LONG, LONG], 2 * STEPS, (layers,), broken=True)
+    faster = dataclasses.replace(LONG, device=0.99 * LONG.device)
+    step, graphs = train_exact([LONG, faster], 2 * STEPS, (layers,), broken=True)
     assert len(graphs) == 3
     assert [Findings.load(file).timed for file in kept.iterdir()] == [True, True]
     assert len(_monitor_behind(step)._clock.graphs) == 2
+    assert str(hot_compile.certificate(step)).count("(measured)") == 1
 
 
 @pytest.mark.slow
