@@ -70,8 +70,8 @@ def _piece(x):
     return (x @ torch.ones(4, 4)).sin()
 
 
-def timed(host, gpu, pieces=1, **how):
-    """A step of so many graphs, one behind the other."""
+def timed(host, gpu, pieces=1, kinds=None, **how):
+    """A step of so many graphs, one behind the other; ``kinds``: of so many that are not alike."""
     marks = marking(host, gpu, pieces, **how)
     clock = StepClock(lambda: next(marks))
     for _ in range(FIRST + 12):
@@ -79,10 +79,10 @@ def timed(host, gpu, pieces=1, **how):
         x = torch.ones(4, 4, requires_grad=True)
         for number in range(pieces):
             assert clock.read() is None
-            (x,) = clock(piece, [x], number)
+            (x,) = clock(piece, [x], number % (kinds or pieces))
         x.sum().backward()
     assert not clock.wants_more
-    assert clock.graphs == set(range(pieces))
+    assert clock.graphs == set(range(kinds or pieces))
     return clock
 
 
@@ -118,6 +118,33 @@ def test_a_gpu_that_its_host_waits_for_does_not_wait(pieces):
     assert found.device > 0.030
     assert not found.waits_for_host
     assert timed(0.006, 0.003, pieces, asks=True).read().waits_for_host
+
+
+@dataclasses.dataclass(eq=False)
+class Predicted:
+    """What is asked of a gauge."""
+
+    step: StepTime | None
+
+
+def test_a_graph_that_blocks_share_is_a_part_of_a_step_for_each():
+    gauges = [Predicted(None), Predicted(StepTime(3.0, 0.0))]
+    clock = timed(0.006, 0.009, 6, kinds=1)
+    assert clock.calls(0) == 6
+    assert acceptance._share(0, clock) == pytest.approx(1 / 6)
+
+    clock = timed(0.006, 0.009, 6, kinds=2)
+    clock.graphs = set(gauges)
+    clock.calls = dict(zip(gauges, (3.0, 2.0), strict=True)).__getitem__
+    assert acceptance._share(gauges[1], clock) == 1 / 5
+    gauges[0].step = StepTime(1.0, 0.0)
+    assert acceptance._share(gauges[1], clock) == 3 / 9
+
+
+def test_a_graph_is_no_more_of_a_step_than_its_forward_tells():
+    assert acceptance._share(0, timed(0.006, 0.009)) == 1
+    block = timed(0.0006, 0.009, gpu_forward=0.0009)
+    assert acceptance._share(0, block) == pytest.approx(0.4, rel=0.1)
 
 
 def test_it_is_never_waited_for_the_gpu():

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +292,7 @@ class Acceptance(Monitor):
         mine = Findings(step=clock.found)
         found = (_agreed(whole, f"step{again}", mine) or mine).step or clock.found
         self.times[path.stem], self._warm = found, clock.warm
-        mine = _compared(known, found) if again else _followed(known, found, gauge, clock.graphs)
+        mine = _compared(known, found) if again else _followed(known, found, gauge, clock)
         agreed = _agreed(path, f"time{again}", mine) or mine
         if agreed != known:
             self._keep(path, agreed)
@@ -348,11 +348,9 @@ def _tried(differs: Callable[[StepTime], bool], found: StepTime) -> bool:
         return False
 
 
-def _followed(
-    known: Findings, found: StepTime, gauge: Gauge, graphs: Collection[Gauge]
-) -> Findings:
-    """With what one of the ``graphs`` of a step is to be compiled for, if that is another time."""
-    found = dataclasses.replace(found, share=_share(gauge, graphs))
+def _followed(known: Findings, found: StepTime, gauge: Gauge, clock: StepClock) -> Findings:
+    """With what one of a step's graphs is to be compiled for, if that is another time."""
+    found = dataclasses.replace(found, share=_share(gauge, clock))
     changes = found.tells_more_than(gauge.step)
     return dataclasses.replace(known, step=found, settled=False) if changes else known
 
@@ -365,12 +363,15 @@ def _compared(known: Findings, found: StepTime) -> Findings:
     return dataclasses.replace(known, step=None, timed=True, settled=False)
 
 
-def _share(gauge: Gauge, graphs: Collection[Gauge]) -> float:
-    """Of a step: the part that one of its graphs is about, as predicted where all are."""
-    predicted = {graph: graph.step.device for graph in graphs if graph.step}
-    if gauge in predicted and len(predicted) == len(graphs):
-        return predicted[gauge] / sum(predicted.values())
-    return 1 / len(graphs)
+def _share(gauge: Gauge, clock: StepClock) -> float:
+    """Of a step: the part that one call of a graph is about, as predicted where all are."""
+    calls = {graph: clock.calls(graph) for graph in clock.graphs}
+    if len(calls) == 1:
+        return min(1 / calls[gauge], clock.most)
+    predicted = {graph: graph.step.device for graph in calls if graph.step}
+    if len(predicted) == len(calls):
+        return predicted[gauge] / sum(calls[graph] * predicted[graph] for graph in calls)
+    return 1 / sum(calls.values())
 
 
 def of_step_being_compiled() -> Acceptance:

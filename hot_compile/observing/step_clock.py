@@ -14,6 +14,7 @@ import dataclasses
 import statistics
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,10 @@ _BUSY = 1.5
 """Not so a GPU that takes so many times its host's time for a step: it was up to date because its
 host had waited for it: before a step, and at the end of its forward. A Wav2Vec2 asks for the
 largest of its labels, and its loss for lengths: 179 ms, its host 47, and it was thought to wait."""
+
+_WHOLE = 4
+"""A graph whose forward takes a GPU one part of so many, or more, of a step is all of it: forwards
+are a quarter of one that is computed again, else a third."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,8 @@ class _Step:
 
     marks: list[Mark] | None
     """Where it began, and behind each forward; None: it is not timed."""
+    calls: Counter[Any] = dataclasses.field(default_factory=Counter)
+    """How many forwards of each graph it had."""
 
 
 class StepClock:
@@ -91,6 +98,7 @@ class StepClock:
         """Those that are parts of the steps."""
         self._first: Mark | None = None
         self._spans: list[list[Mark]] = []
+        self._calls: list[Counter[Any]] = []
         self._steps = self._forwards = 0
         self._open: Callable[[], _Step | None] = lambda: None
 
@@ -105,11 +113,11 @@ class StepClock:
             if not usual and step is not None:
                 step.marks = None
             outputs = run(*args)
-            self._passes(step)
+            self._passes(step, graph)
             return outputs
         step = _Step(self._begins() if usual else None)
         outputs = run(*args)
-        self._passes(step)
+        self._passes(step, graph)
         node: Any = compiled_node(outputs, args)
         if node is None:
             return outputs
@@ -134,17 +142,18 @@ class StepClock:
         self._first = self._first or self._mark()
         return [self._mark()]
 
-    def _passes(self, step: _Step | None) -> None:
+    def _passes(self, step: _Step | None, graph: Any) -> None:
         if step is not None and step.marks is not None:
             step.marks.append(self._mark())
+            step.calls[graph] += 1
 
     def _ends(self, step: _Step) -> None:
         self._open = lambda: None
         self.warm = self.warm or time.perf_counter()
         self._steps, self._forwards = self._steps + 1, 0
-        self._passes(step)
         if step.marks is not None:
-            self._spans.append(step.marks)
+            self._spans.append([*step.marks, self._mark()])
+            self._calls.append(step.calls)
 
     @property
     def wants_more(self) -> bool:
@@ -155,6 +164,20 @@ class StepClock:
     def vain(self) -> bool:
         """There were no backwards."""
         return not (self._spans or self.wants_more)
+
+    def calls(self, graph: Any) -> float:
+        """Forwards of ``graph`` that a step has: blocks that are alike may share one."""
+        return max(1.0, statistics.median(calls[graph] for calls in self._calls))
+
+    @property
+    def most(self) -> float:
+        """Of a step, the share that a call of its first graph may be, at most: ``_WHOLE`` times
+        its forward's. Blocks that are compiled each by itself have the others in their steps."""
+        found = []
+        for begin, forward, *_, end in self._spans:
+            whole = _by_device(begin, end)
+            found.append(_by_device(begin, forward) / whole if whole else 1.0)
+        return min(1.0, _WHOLE * statistics.median(found))
 
     def read(self) -> StepTime | None:
         """What was found, once the GPU is through with it; never waits for that.
