@@ -41,6 +41,7 @@ def read_again() -> Iterator[None]:
 def _taught() -> None:
     """Have Inductor ask (tried on torch 2.11, 2.14 and 2.15). Other threads' graphs, and those of
     other backends, are lowered as ever."""
+    from torch._inductor import config
     from torch._inductor.ir import Pointwise, StorageBox
 
     own: Any = StorageBox.should_realize_on_reuse
@@ -49,7 +50,8 @@ def _taught() -> None:
         said: bool = own(box, *users, **more)
         if not (said and _active.get() and isinstance(box.data, Pointwise)):
             return said
-        return box.has_large_inner_fn() or not _reads_less(box)
+        for_reads = box.num_reads() > config.realize_reads_threshold
+        return box.has_large_inner_fn() or not (for_reads and _reads_less(box))
 
     StorageBox.should_realize_on_reuse = should_realize_on_reuse  # type: ignore[method-assign,assignment]
 

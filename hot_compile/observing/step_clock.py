@@ -36,7 +36,6 @@ _BUSY = 1.5
 """Not so a GPU that takes so many times its host's time for a step: it was up to date because its
 host had waited for it: before a step, and at the end of its forward. A Wav2Vec2 asks for the
 largest of its labels, and its loss for lengths: 179 ms, its host 47, and it was thought to wait."""
-
 _WHOLE = 4
 """A graph whose forward takes a GPU one part of so many, or more, of a step is all of it: forwards
 are a quarter of one that is computed again, else a third."""
