@@ -63,7 +63,8 @@ class Ran(CustomGraphPass):
 def keyed_by_graph(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     """``inner_compile``, which finds in Inductor's cache what it has lowered before.
 
-    In a graph that ``passes/storage/layout.py`` marked it lays images channels last.
+    In a graph that ``passes/storage/layout.py`` marked it lays images channels last. On a GPU it
+    makes again what takes less to read (``runtime/read_again.py``).
 
     Halves of a graph are keyed with the passes of joint graphs that are set, and ours are other
     ones for each graph: they go by names. Blocks that are alike, as DistributedDataParallel cuts

@@ -24,8 +24,8 @@ from hot_compile import backend
 from hot_compile.inspect import Reports
 from hot_compile.observing import acceptance
 from hot_compile.observing.acceptance import Acceptance, Findings
+from hot_compile.observing.certificate import _monitor_behind
 from hot_compile.observing.eager import Eager
-from hot_compile.observing.monitor import KEPT_AS
 from hot_compile.testing import cosine
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -121,7 +121,7 @@ def test_the_next_process_starts_with_what_was_found(kept, caplog):
     step = compiled(model, reports)
     train_critic(step, model, x, 12)
     assert 2 <= len(reports.graphs) <= 3
-    assert monitor_of(step).compiles >= 2, "one acceptance however often it is compiled"
+    assert _monitor_behind(step).compiles >= 2, "one acceptance however often it is compiled"
     (file,) = kept.iterdir()
     known = json.loads(file.read_text())
     assert known["demoted"] or known["raised"]
@@ -132,14 +132,6 @@ def test_the_next_process_starts_with_what_was_found(kept, caplog):
         assert [g.digest for g in again.graphs] == [reports.graphs[-1].digest]  # compiled once
         assert max(errors(got, want).values()) < 0.25
     assert "hot-compile profile forget" in caplog.text
-
-
-def monitor_of(step):
-    """What looks at a compiled step."""
-    wrapper = torch._dynamo.eval_frame.innermost_backend(
-        step.dynamo_ctx.callback if hasattr(step, "dynamo_ctx") else step
-    )
-    return vars(wrapper)[KEPT_AS]
 
 
 def test_what_is_settled_is_not_looked_at_again_soon(kept, monkeypatch):

@@ -367,7 +367,7 @@ def _share(gauge: Gauge, clock: StepClock) -> float:
     """Of a step: the part that one call of a graph is about, as predicted where all are."""
     calls = {graph: clock.calls(graph) for graph in clock.graphs}
     if len(calls) == 1:
-        return min(1 / calls[gauge], clock.most)
+        return min(1 / calls[gauge], clock.largest_share)
     predicted = {graph: graph.step.device for graph in calls if graph.step}
     if len(predicted) == len(calls):
         return predicted[gauge] / sum(calls[graph] * predicted[graph] for graph in calls)

@@ -169,9 +169,9 @@ class StepClock:
         return max(1.0, statistics.median(calls[graph] for calls in self._calls))
 
     @property
-    def most(self) -> float:
-        """Of a step, the share that a call of its first graph may be, at most: ``_WHOLE`` times
-        its forward's. Blocks that are compiled each by itself have the others in their steps."""
+    def largest_share(self) -> float:
+        """Of a step, what a call of its first graph may be at most: ``_WHOLE`` times its forward.
+        Blocks that are compiled each by itself have the others in their steps."""
         found = []
         for begin, forward, *_, end in self._spans:
             whole = _by_device(begin, end)
