@@ -1,0 +1,289 @@
+"""Attention masks that are known when a graph is compiled, and hide nothing or just the future.
+
+Models that look at a mask's values in eager mode cannot do so while they are traced: they hand over
+a mask of ones, or a causal one. Attention with a mask is another kernel, which reads it, or is even
+computed as plain products. Attention without one, or with ``is_causal``, computes the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .again import twin
+
+ATTENTION = torch._C._nn.scaled_dot_product_attention
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_MOST_BYTES = 2**28
+"""Of a value that is computed here as a whole."""
+_MOST = 2**31
+"""Elements of a mask: two of 32768 x 32768."""
+_BLOCK = 2**24
+"""Elements that are computed at a time, where rows can be computed apart."""
+
+_OPERATORS = {
+    *(operator.add, operator.sub, operator.mul, operator.neg),
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+    *(operator.and_, operator.or_, operator.xor, operator.invert),
+}
+_BY_ELEMENT = {
+    *_OPERATORS,
+    *(f"__{function.__name__.strip('_')}__" for function in _OPERATORS),  # == before torch 2.14
+    *(torch.where, torch.logical_and, torch.logical_not, torch.logical_or),
+    *("bool", "float", "int", "logical_not", "long", "masked_fill", "to", "type"),
+}
+_REPEAT = {"contiguous", "expand"}
+_PURE = {
+    *_BY_ELEMENT,
+    *_REPEAT,
+    *(torch.arange, torch.full, torch.ones, torch.zeros, operator.getitem),
+    *(torch.cumsum, torch.diff, torch.tril, torch.triu),
+    *("cumsum", "diff", "new_full", "new_ones", "new_zeros", "reshape", "squeeze", "tril", "triu"),
+    *("unsqueeze", "view"),
+}
+"""Functions, and methods by name, that do the same each time and write to no operand."""
+_TORCHS = {"_operator", "torch", "torch._C._nn", "torch.nn.functional"}
+"""Modules whose functions say by their names, or are told, whether they write to an operand."""
+_IN_PLACE = {"setitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod"}
+_IN_PLACE |= {"imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"}
+_CPU = torch.device("cpu")
+
+
+def without_masks(gm: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph, or a copy of it in which attention reads no mask that it does not need.
+
+    Left alone: masks that are inputs or follow from some (what hides padding), that are larger than
+    2**31 elements, that something may write to, or by whose shape a result would be larger. What
+    the graph checkpoints is part of it, and changed in place.
+    """
+    graphs = _Graphs(gm)
+    found = [
+        (node, causal) for node in graphs.attention() if (causal := graphs.causal(node)) is not None
+    ]
+    if not found:
+        return gm
+    own = twin(gm)
+    same = dict(zip(gm.graph.nodes, own.graph.nodes, strict=True))
+    for node, causal in found:
+        _unmask(same.get(node, node), causal)
+    for module in (own, *(module for module in graphs.checkpointed if module is not gm)):
+        module.recompile()
+    return own
+
+
+def _argument(node: fx.Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+def _mask(node: fx.Node) -> Any:
+    """What an attention is masked with."""
+    return _argument(node, 3, "attn_mask")
+
+
+def _tensor(node: Any) -> Tensor | None:
+    """What Dynamo traced a node with."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _fits(attention: fx.Node) -> bool:
+    """Every size of the mask is 1 or that of the scores, which so are no larger without it."""
+    mask, query, key = map(_tensor, (_mask(attention), *attention.args[:2]))
+    if mask is None or query is None or key is None:
+        return False
+    scores = (*query.shape[:-1], key.shape[-2])
+    sizes = list(zip(reversed(mask.shape), reversed(scores), strict=False))
+    known = (statically_known_true(a == 1) or statically_known_true(a == b) for a, b in sizes)
+    return mask.ndim <= len(scores) and all(known)
+
+
+class _Graphs:
+    """A graph of Dynamo's and those that it checkpoints: what is known of their values."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.checkpointed: list[fx.GraphModule] = []
+        self._outer: dict[fx.Node, fx.Node] = {}
+        """By an input of a checkpointed graph: what it is given."""
+        self._graphs = [gm.graph]
+        self._known: dict[fx.Node, bool | None] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._read: set[fx.Node] = set()
+        """What masks were computed of, as a whole or by rows."""
+        for node in gm.graph.nodes:
+            self._add(gm, node)
+
+    def _add(self, gm: fx.GraphModule, node: fx.Node) -> None:
+        if node.target is not CHECKPOINT or not isinstance(node.args[0], fx.Node):
+            return
+        inner = getattr(gm, str(node.args[0].target), None)
+        if not isinstance(inner, fx.GraphModule) or len(node.args[0].users) > 1:
+            return
+        self.checkpointed.append(inner)
+        self._graphs.append(inner.graph)
+        given = inner.graph.find_nodes(op="placeholder")
+        pairs = zip(given, node.args[1:], strict=False)
+        self._outer.update((own, arg) for own, arg in pairs if isinstance(arg, fx.Node))
+
+    def attention(self) -> Iterator[fx.Node]:
+        """Those with a mask, which may go by its shape."""
+        for graph in self._graphs:
+            for node in graph.find_nodes(op="call_function", target=ATTENTION):
+                if _fits(node) and not _argument(node, 5, "is_causal"):
+                    yield node
+
+    def causal(self, attention: fx.Node) -> bool | None:
+        """True: its mask hides the future and no more. False: nothing. None: neither is known."""
+        mask = _mask(attention)
+        mask = self._outer.get(mask, mask)
+        if mask not in self._known:
+            self._known[mask] = self._hides(mask)
+        return self._known[mask]
+
+    def _hides(self, mask: fx.Node) -> bool | None:
+        base = mask
+        while base.op == "call_method" and base.target in _REPEAT:  # by sizes that may be dynamic
+            base = base.args[0]  # type: ignore[assignment]
+        try:
+            with torch.no_grad(), _CPU:
+                causal = self._compared(base, _tensor(mask))
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            return None  # it follows from an input, or by what is not computed here
+        return None if self._may_change() else causal
+
+    def _compared(self, base: fx.Node, mask: Tensor | None) -> bool | None:
+        """As :meth:`causal`, of a mask that repeats ``base``; a block of rows after the other."""
+        known = _tensor(base)
+        if known is None or mask is None or known.numel() > _MOST:
+            return None
+        ends = [*known.shape[-2:], *mask.shape[-2:]]
+        square = len(ends) == 4 and len(set(ends)) == 1
+        rows = known.shape[-2] if known.ndim > 1 else 1
+        step = max(1, _BLOCK * rows // max(known.numel(), 1))
+        everything, causal = True, square
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            shown = _shown(self._rows(base, first, last) if known.ndim > 1 else self._value(base))
+            everything = everything and bool(shown.all())
+            if causal:
+                past = torch.arange(rows) <= torch.arange(first, last)[:, None]
+                causal = torch.equal(shown, past.expand_as(shown))
+            if not everything and not causal:
+                return None
+        return not everything
+
+    def _rows(self, node: Any, first: int, last: int) -> Any:
+        """A block of a matrix's rows, from those of what it is computed of by element."""
+        value = _tensor(node)
+        if value is None:
+            return self._value(node)
+        if value.ndim < 2 or value.shape[-2] == 1:
+            return self._value(node)
+        self._read.add(node)
+
+        def part(operand: Any) -> Any:
+            other = _tensor(operand)
+            ours = other is not None and other.ndim > 1 and other.shape[-2] == value.shape[-2]
+            return self._rows(operand, first, last) if ours else self._value(operand)
+
+        args, kwargs = node.args, node.kwargs
+        if node.target in _BY_ELEMENT:
+            return self._call(
+                node, fx.node.map_aggregate(args, part), fx.node.map_aggregate(kwargs, part)
+            )
+        if node.target is operator.getitem and isinstance(args[1], tuple):
+            indices = [_tensor(index) for index in args[1]]
+            if all(index is not None and index.ndim == value.ndim for index in indices):
+                at = tuple(part(index) for index in args[1])
+                return self._value(args[0])[at]
+        return self._value(node)[..., first:last, :]
+
+    def _value(self, node: Any) -> Any:
+        """What ``node`` is in every step, on the CPU.
+
+        Raises:
+            LookupError: it follows from an input, or is not to be computed here.
+        """
+        if not isinstance(node, fx.Node):
+            return _CPU if isinstance(node, (str, torch.device)) else node
+        node = self._outer.get(node, node)
+        self._read.add(node)
+        if node not in self._values:
+            value = _tensor(node)
+            if value is not None and value.nbytes > _MOST_BYTES:
+                raise LookupError(f"{node} is too large")
+            args = fx.node.map_aggregate(node.args, self._value)
+            kwargs = fx.node.map_aggregate(node.kwargs, self._value)
+            self._values[node] = self._call(node, args, kwargs)
+        return self._values[node]
+
+    @staticmethod
+    def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if not _is_pure(node):
+            raise LookupError(f"{node} is no constant")
+        function = node.target
+        return (getattr(Tensor, function) if isinstance(function, str) else function)(
+            *args, **kwargs
+        )
+
+    def _may_change(self) -> bool:
+        """Something may write to one of the values, or to a view of one."""
+        ours = {_storage(node) for node in self._read} - {None}
+        inner = {_storage(own) for own, arg in self._outer.items() if _storage(arg) in ours}
+        for graph in self._graphs:
+            for node in graph.nodes:
+                if any(_storage(a) in ours | inner for a in node.all_input_nodes) and _may_write(
+                    node
+                ):
+                    return True
+        return False
+
+
+def _shown(value: Any) -> Tensor:
+    """Which keys a mask shows.
+
+    Raises:
+        ValueError: it changes their scores otherwise.
+    """
+    if value.dtype == torch.bool:
+        return value
+    shown, hidden = value == 0, value <= torch.finfo(value.dtype).min
+    if not (shown | hidden).all():
+        raise ValueError("a mask that weighs")
+    return shown
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = _tensor(node)
+    return None if value is None else value.untyped_storage()._cdata
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return node.target in _PURE and "out" not in node.kwargs
+
+
+def _may_write(node: fx.Node) -> bool:
+    """By its name, as operators are called that write to an operand; or it is none of torch's."""
+    if _is_pure(node) or node.op == "output" or node.target is CHECKPOINT:
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
+    torchs = node.op == "call_method" or getattr(node.target, "__module__", None) in _TORCHS
+    told = "out" in node.kwargs or any(a is True for a in (*node.args, *node.kwargs.values()))
+    return not torchs or name.endswith("_") or name in _IN_PLACE or told
+
+
+def _unmask(attention: fx.Node, causal: bool) -> None:
+    """Take its mask from it, and what only the mask was made of from the graph."""
+    ahead = {_mask(attention): None}
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), attention.args[3:], strict=False))
+    attention.kwargs = {**given, **attention.kwargs, "attn_mask": None, "is_causal": causal}
+    attention.args = attention.args[:3]
+    while ahead:
+        node, _ = ahead.popitem()
+        if not node.users and node.op != "placeholder":
+            ahead.update(dict.fromkeys(node.all_input_nodes))
+            node.graph.erase_node(node)
