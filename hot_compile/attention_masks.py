@@ -8,6 +8,7 @@ computed as plain products. Attention without one, or with ``is_causal``, comput
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,21 +72,30 @@ def without_masks(gm: fx.GraphModule) -> fx.GraphModule:
     same = dict(zip(gm.graph.nodes, own.graph.nodes, strict=True))
     for node, causal in found:
         _unmask(same.get(node, node), causal)
-    for module in (own, *(module for module in graphs.checkpointed if module is not gm)):
+    for module in (own, *graphs.checkpointed):
         module.recompile()
     return own
 
 
-def _argument(node: fx.Node, place: int, name: str) -> Any:
+def checkpointed(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, tuple[Any, ...]]]:
+    """The graphs that a graph checkpoints, each called once, with what they are given."""
+    calls = [n for n in gm.graph.nodes if n.target is CHECKPOINT and isinstance(n.args[0], fx.Node)]
+    times = Counter(str(node.args[0].target) for node in calls)
+    named = ((getattr(gm, name := str(n.args[0].target), None), n, times[name]) for n in calls)
+    return [(m, n.args[1:]) for m, n, k in named if isinstance(m, fx.GraphModule) and k == 1]
+
+
+def argument(node: fx.Node, place: int, name: str) -> Any:
+    """What a function is called with by place or by name; None if it is not."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 def _mask(node: fx.Node) -> Any:
     """What an attention is masked with."""
-    return _argument(node, 3, "attn_mask")
+    return argument(node, 3, "attn_mask")
 
 
-def _tensor(node: Any) -> Tensor | None:
+def traced_with(node: Any) -> Tensor | None:
     """What Dynamo traced a node with."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
@@ -93,7 +103,7 @@ def _tensor(node: Any) -> Tensor | None:
 
 def _fits(attention: fx.Node) -> bool:
     """Every size of the mask is 1 or that of the scores, which so are no larger without it."""
-    mask, query, key = map(_tensor, (_mask(attention), *attention.args[:2]))
+    mask, query, key = map(traced_with, (_mask(attention), *attention.args[:2]))
     if mask is None or query is None or key is None:
         return False
     scores = (*query.shape[:-1], key.shape[-2])
@@ -114,26 +124,17 @@ class _Graphs:
         self._values: dict[fx.Node, Any] = {}
         self._read: set[fx.Node] = set()
         """What masks were computed of, as a whole or by rows."""
-        for node in gm.graph.nodes:
-            self._add(gm, node)
-
-    def _add(self, gm: fx.GraphModule, node: fx.Node) -> None:
-        if node.target is not CHECKPOINT or not isinstance(node.args[0], fx.Node):
-            return
-        inner = getattr(gm, str(node.args[0].target), None)
-        if not isinstance(inner, fx.GraphModule) or len(node.args[0].users) > 1:
-            return
-        self.checkpointed.append(inner)
-        self._graphs.append(inner.graph)
-        given = inner.graph.find_nodes(op="placeholder")
-        pairs = zip(given, node.args[1:], strict=False)
-        self._outer.update((own, arg) for own, arg in pairs if isinstance(arg, fx.Node))
+        for inner, given in checkpointed(gm):
+            self.checkpointed.append(inner)
+            self._graphs.append(inner.graph)
+            pairs = zip(inner.graph.find_nodes(op="placeholder"), given, strict=False)
+            self._outer.update((own, arg) for own, arg in pairs if isinstance(arg, fx.Node))
 
     def attention(self) -> Iterator[fx.Node]:
         """Those with a mask, which may go by its shape."""
         for graph in self._graphs:
             for node in graph.find_nodes(op="call_function", target=ATTENTION):
-                if _fits(node) and not _argument(node, 5, "is_causal"):
+                if _fits(node) and not argument(node, 5, "is_causal"):
                     yield node
 
     def causal(self, attention: fx.Node) -> bool | None:
@@ -150,14 +151,14 @@ class _Graphs:
             base = base.args[0]  # type: ignore[assignment]
         try:
             with torch.no_grad(), _CPU:
-                causal = self._compared(base, _tensor(mask))
+                causal = self._compared(base, traced_with(mask))
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # it follows from an input, or by what is not computed here
         return None if self._may_change() else causal
 
     def _compared(self, base: fx.Node, mask: Tensor | None) -> bool | None:
         """As :meth:`causal`, of a mask that repeats ``base``; a block of rows after the other."""
-        known = _tensor(base)
+        known = traced_with(base)
         if known is None or mask is None or known.numel() > _MOST:
             return None
         ends = [*known.shape[-2:], *mask.shape[-2:]]
@@ -178,7 +179,7 @@ class _Graphs:
 
     def _rows(self, node: Any, first: int, last: int) -> Any:
         """A block of a matrix's rows, from those of what it is computed of by element."""
-        value = _tensor(node)
+        value = traced_with(node)
         if value is None:
             return self._value(node)
         if value.ndim < 2 or value.shape[-2] == 1:
@@ -186,7 +187,7 @@ class _Graphs:
         self._read.add(node)
 
         def part(operand: Any) -> Any:
-            other = _tensor(operand)
+            other = traced_with(operand)
             ours = other is not None and other.ndim > 1 and other.shape[-2] == value.shape[-2]
             return self._rows(operand, first, last) if ours else self._value(operand)
 
@@ -196,7 +197,7 @@ class _Graphs:
                 node, fx.node.map_aggregate(args, part), fx.node.map_aggregate(kwargs, part)
             )
         if node.target is operator.getitem and isinstance(args[1], tuple):
-            indices = [_tensor(index) for index in args[1]]
+            indices = [traced_with(index) for index in args[1]]
             if all(index is not None and index.ndim == value.ndim for index in indices):
                 at = tuple(part(index) for index in args[1])
                 return self._value(args[0])[at]
@@ -213,7 +214,7 @@ class _Graphs:
         node = self._outer.get(node, node)
         self._read.add(node)
         if node not in self._values:
-            value = _tensor(node)
+            value = traced_with(node)
             if value is not None and value.nbytes > _MOST_BYTES:
                 raise LookupError(f"{node} is too large")
             args = fx.node.map_aggregate(node.args, self._value)
@@ -258,7 +259,7 @@ def _shown(value: Any) -> Tensor:
 
 
 def _storage(node: fx.Node) -> int | None:
-    value = _tensor(node)
+    value = traced_with(node)
     return None if value is None else value.untyped_storage()._cdata
 
 

@@ -18,7 +18,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
 from .again import compiled_for, trains, twin
-from .attention_masks import without_masks
+from .attention import for_fast_kernels
 from .budget import Budget, Budgeted, Ledger, ledger_of, note_of
 from .config import RECIPES, HotConfig, refuse_misplaced, split_options
 from .detached_logits import detach_logits, tied
@@ -127,7 +127,7 @@ def hot(
         own, logits = detach_logits(gm, way.config)
         if way.stock:
             return tied(stock(own, example_inputs), logits, gm)
-        own = without_masks(own) if way.config.exact_forms else own
+        own = for_fast_kernels(own) if way.config.exact_forms else own
         graph = _Graph(
             own, example_inputs, graph_inputs(gm), inner_compile, {**patches, **way.patches},
             recorder, way.config, prices, code, done, listener,

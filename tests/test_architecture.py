@@ -85,7 +85,8 @@ BELOW_BACKEND = {
     for name in (
         *("observing", "memory", "graphs", "record", "detached_logits", "frameworks"),
         *("budget", "figures", "generated", "frames", "launches", "inductor", "unchanged"),
-        *("stand_in", "again", "guarantee", "reproduction", "together", "attention_masks"),
+        *("stand_in", "again", "guarantee", "reproduction", "together"),
+        *("attention", "attention_masks"),
     )
 }
 TOP = 5

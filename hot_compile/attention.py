@@ -1,0 +1,100 @@
+"""Attention in a form that torch has fast kernels for: of four dimensions, and without idle masks.
+
+Torch computes attention of other than (batch, heads, tokens, channels) as plain products: where
+windows have a dimension of their own (Hiera, NesT, Twins), or frames, or where there are no heads.
+With the leading sizes taken as one batch it computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .again import twin
+from .attention_masks import ATTENTION, argument, checkpointed, traced_with, without_masks
+
+Steps = Sequence[tuple[Any, ...]]
+"""Names of a tensor's methods, each with its arguments."""
+_DIMENSIONS = 4
+
+
+def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph, or a copy of it whose attention torch has a kernel for; results are the same.
+
+    Left alone: attention with a mask that is needed or with dropout, of operands whose leading
+    sizes differ, and with more than one leading size that is dynamic.
+    """
+    gm = without_masks(gm)
+    inner = [module for module, _ in checkpointed(gm)]
+    if not any(_other(node) for module in (gm, *inner) for node in _attention(module)):
+        return gm
+    own = twin(gm)
+    for module in (own, *inner):
+        for node in filter(_other, _attention(module)):
+            _in_four_dimensions(node)
+        module.recompile()
+    return own
+
+
+def _attention(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=ATTENTION)
+
+
+def _other(attention: fx.Node) -> bool:
+    """It is of another number of dimensions, and may be brought to four."""
+    operands = [traced_with(operand) for operand in attention.args[:3]]
+    if len(operands) < 3 or argument(attention, 3, "attn_mask") is not None:
+        return False
+    if argument(attention, 4, "dropout_p") or attention.kwargs.get("enable_gqa"):
+        return False
+    query = operands[0]
+    if query is None or not 2 <= query.ndim != _DIMENSIONS:
+        return False
+    if sum(not isinstance(size, int) for size in query.shape[:-3]) > 1:
+        return False
+    return all(_leads_alike(operand, query) for operand in operands[1:])
+
+
+def _leads_alike(operand: Tensor | None, query: Tensor) -> bool:
+    if operand is None or operand.ndim != query.ndim:
+        return False
+    sizes = zip(operand.shape[:-2], query.shape[:-2], strict=True)
+    return all(statically_known_true(a == b) for a, b in sizes)
+
+
+def _in_four_dimensions(attention: fx.Node) -> None:
+    value = traced_with(attention.args[0])
+    missing = _DIMENSIONS - value.ndim  # type: ignore[union-attr]
+    into, back = [("unsqueeze", -3)] * missing, [("squeeze", -3)] * missing
+    if missing < 0:
+        sizes = (n if isinstance(n, int) else -1 for n in value.shape[: 1 - missing])  # type: ignore
+        into, back = [("flatten", 0, -missing)], [("unflatten", 0, tuple(sizes))]
+    users = list(attention.users)
+    wide = [_followed(operand, into, attention) for operand in attention.args[:3]]  # type: ignore
+    attention.args = (*wide, *attention.args[3:])
+    attention.meta["example_value"] = _moved(attention.meta["example_value"], into)
+    result = _followed(attention, back, attention.next)
+    for user in users:
+        user.replace_input_with(attention, result)
+
+
+def _followed(node: fx.Node, steps: Steps, before: fx.Node) -> fx.Node:
+    """What methods make of a node, one after the other, in front of ``before``."""
+    for name, *args in steps:
+        with node.graph.inserting_before(before):
+            made = node.graph.call_method(name, (node, *args))
+        value = _moved(node.meta["example_value"], [(name, *args)])
+        made.meta = {**node.meta, "example_value": value}
+        node = made
+    return node
+
+
+def _moved(value: Tensor, steps: Steps) -> Tensor:
+    with torch.enable_grad():
+        for name, *args in steps:
+            value = getattr(value, name)(*args)
+    return value
