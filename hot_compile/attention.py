@@ -69,7 +69,8 @@ def _leads_alike(operand: Tensor | None, query: Tensor) -> bool:
 def _in_four_dimensions(attention: fx.Node) -> None:
     value = traced_with(attention.args[0])
     missing = _DIMENSIONS - value.ndim  # type: ignore[union-attr]
-    into, back = [("unsqueeze", -3)] * missing, [("squeeze", -3)] * missing
+    into: Steps = [("unsqueeze", -3)] * missing
+    back: Steps = [("squeeze", -3)] * missing
     if missing < 0:
         sizes = (n if isinstance(n, int) else -1 for n in value.shape[: 1 - missing])  # type: ignore
         into, back = [("flatten", 0, -missing)], [("unflatten", 0, tuple(sizes))]
