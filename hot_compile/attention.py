@@ -7,6 +7,7 @@ With the leading sizes taken as one batch it computes the same.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +18,25 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .again import twin
 from .attention_masks import ATTENTION, argument, checkpointed, traced_with, without_masks
 
+log = logging.getLogger("hot_compile")
 Steps = Sequence[tuple[Any, ...]]
 """Names of a tensor's methods, each with its arguments."""
 _DIMENSIONS = 4
+_FEWEST = 512
+"""Keys. Windows of 49 and 64 are faster as plain products (ADR 51); by scores that fit a cache."""
 
 
 def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
     """Dynamo's graph, or a copy of it whose attention torch has a kernel for; results are the same.
 
-    Left alone: attention with a mask that is needed or with dropout, of operands whose leading
-    sizes differ, and with more than one leading size that is dynamic.
+    Left alone: attention with a mask that is needed or with dropout, of fewer than 512 keys, of
+    operands whose leading sizes differ, and with more than one leading size that is dynamic.
     """
     gm = without_masks(gm)
     inner = [module for module, _ in checkpointed(gm)]
     if not any(_other(node) for module in (gm, *inner) for node in _attention(module)):
         return gm
+    log.info("hot: attention is brought to four dimensions")
     own = twin(gm)
     for module in (own, *inner):
         for node in filter(_other, _attention(module)):
@@ -56,7 +61,9 @@ def _other(attention: fx.Node) -> bool:
         return False
     if sum(not isinstance(size, int) for size in query.shape[:-3]) > 1:
         return False
-    return all(_leads_alike(operand, query) for operand in operands[1:])
+    key = operands[1]
+    many = key is not None and statically_known_true(key.shape[-2] >= _FEWEST)
+    return many and all(_leads_alike(operand, query) for operand in operands[1:])
 
 
 def _leads_alike(operand: Tensor | None, query: Tensor) -> bool:

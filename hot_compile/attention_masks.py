@@ -7,6 +7,7 @@ computed as plain products. Attention without one, or with ``is_causal``, comput
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .again import twin
 
+log = logging.getLogger("hot_compile")
 ATTENTION = torch._C._nn.scaled_dot_product_attention
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _MOST_BYTES = 2**28
@@ -68,6 +70,7 @@ def without_masks(gm: fx.GraphModule) -> fx.GraphModule:
     ]
     if not found:
         return gm
+    log.info("hot: %d attentions lose masks that hide nothing, or just the future", len(found))
     own = twin(gm)
     same = dict(zip(gm.graph.nodes, own.graph.nodes, strict=True))
     for node, causal in found:

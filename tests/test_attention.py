@@ -5,8 +5,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
+from hot_compile import attention as forms
 from hot_compile.attention import for_fast_kernels
 from hot_compile.attention_masks import ATTENTION
+
+
+@pytest.fixture(autouse=True)
+def few_keys_are_many(monkeypatch):
+    monkeypatch.setattr(forms, "_FEWEST", 1)
 
 
 def operands(*leading, rows=5, columns=7, channels=8):
@@ -90,6 +96,12 @@ def test_sizes_that_change():
 )
 def test_others_stay(f):
     assert dimensions(f, operands(2, 3, 2)) == [5]
+
+
+def test_few_keys_stay(monkeypatch):
+    monkeypatch.setattr(forms, "_FEWEST", 8)
+    assert dimensions(attention, operands(2, 3, 2, rows=9)) == [5]
+    assert dimensions(attention, operands(2, 3, 2, columns=8)) == [4]
 
 
 def test_dropout_stays():
