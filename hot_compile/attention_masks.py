@@ -37,8 +37,8 @@ _OPERATORS = {
 _BY_ELEMENT = {
     *_OPERATORS,
     *(f"__{function.__name__.strip('_')}__" for function in _OPERATORS),  # == before torch 2.14
-    *(torch.where, torch.logical_and, torch.logical_not, torch.logical_or),
-    *("bool", "float", "int", "logical_not", "long", "masked_fill", "to", "type"),
+    *(abs, torch.abs, torch.where, torch.logical_and, torch.logical_not, torch.logical_or),
+    *("abs", "bool", "float", "int", "logical_not", "long", "masked_fill", "to", "type"),
 }
 _REPEAT = {"contiguous", "expand"}
 _PURE = {
@@ -125,8 +125,6 @@ class _Graphs:
         self._graphs = [gm.graph]
         self._known: dict[fx.Node, bool | None] = {}
         self._values: dict[fx.Node, Any] = {}
-        self._read: set[fx.Node] = set()
-        """What masks were computed of, as a whole or by rows."""
         for inner, given in checkpointed(gm):
             self.checkpointed.append(inner)
             self._graphs.append(inner.graph)
@@ -157,7 +155,7 @@ class _Graphs:
                 causal = self._compared(base, traced_with(mask))
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # it follows from an input, or by what is not computed here
-        return None if self._may_change() else causal
+        return None if self._may_change(mask) else causal
 
     def _compared(self, base: fx.Node, mask: Tensor | None) -> bool | None:
         """As :meth:`causal`, of a mask that repeats ``base``; a block of rows after the other."""
@@ -187,7 +185,6 @@ class _Graphs:
             return self._value(node)
         if value.ndim < 2 or value.shape[-2] == 1:
             return self._value(node)
-        self._read.add(node)
 
         def part(operand: Any) -> Any:
             other = traced_with(operand)
@@ -215,7 +212,6 @@ class _Graphs:
         if not isinstance(node, fx.Node):
             return _CPU if isinstance(node, (str, torch.device)) else node
         node = self._outer.get(node, node)
-        self._read.add(node)
         if node not in self._values:
             value = traced_with(node)
             if value is not None and value.nbytes > _MOST_BYTES:
@@ -234,17 +230,19 @@ class _Graphs:
             *args, **kwargs
         )
 
-    def _may_change(self) -> bool:
-        """Something may write to one of the values, or to a view of one."""
-        ours = {_storage(node) for node in self._read} - {None}
-        inner = {_storage(own) for own, arg in self._outer.items() if _storage(arg) in ours}
-        for graph in self._graphs:
-            for node in graph.nodes:
-                if any(_storage(a) in ours | inner for a in node.all_input_nodes) and _may_write(
-                    node
-                ):
-                    return True
-        return False
+    def _may_change(self, mask: fx.Node) -> bool:
+        """Something may write to what it is made of, or to a view of that."""
+        made, ahead = set[fx.Node](), [mask]
+        while ahead:
+            node = ahead.pop()
+            if node not in made:
+                made.add(node)
+                ahead += [self._outer.get(n, n) for n in node.all_input_nodes]
+        ours = {_storage(node) for node in made} - {None}
+        ours |= {_storage(own) for own, arg in self._outer.items() if _storage(arg) in ours}
+        reads = (n for graph in self._graphs for n in graph.nodes)
+        reads = (n for n in reads if any(_storage(a) in ours for a in n.all_input_nodes))
+        return any(map(_may_write, reads))
 
 
 def _shown(value: Any) -> Tensor:

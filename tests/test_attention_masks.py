@@ -90,6 +90,8 @@ KNOWN = {
     "Transformers": (hugging_face, "causal"),
     "packed, one document": (lambda q: hugging_face(q, packed=True), "causal"),
     "a window that is wide enough": (lambda q: hugging_face(q, window=ROWS), "causal"),
+    "near keys, and all are": (lambda q: (index(q)[:, None] - index(q)).abs() <= ROWS, "none"),
+    "near keys": (lambda q: (index(q)[:, None] - index(q)).abs() <= 4, "mask"),
     "a narrow window": (lambda q: hugging_face(q, window=ROWS - 1), "mask"),
     "documents": (documents_of_eight, "mask"),
     "upper triangle": (
@@ -178,6 +180,18 @@ def test_a_mask_that_others_read():
         return attention(q * turned[:, None], k, v, attn_mask=places[:, None] >= places)
 
     assert masked(f, operands()) == ["causal"]
+
+
+def test_of_two_masks_one_is_known():
+    """As T5's: what the other is made of may be written to."""
+
+    def f(q, k, v, bias):
+        buckets = 0
+        buckets += (index(q)[:, None] > index(q)).long()
+        first = attention(q, k, v, attn_mask=bias[buckets])
+        return attention(first, k, v, attn_mask=index(q)[:, None] >= index(q) * 0)
+
+    assert masked(f, [*operands(), torch.randn(2, requires_grad=True)]) == ["mask", "none"]
 
 
 def test_inputs_may_hide_padding():
