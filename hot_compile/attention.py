@@ -82,21 +82,22 @@ def _in_four_dimensions(attention: fx.Node) -> None:
         sizes = (n if isinstance(n, int) else -1 for n in value.shape[: 1 - missing])  # type: ignore
         into, back = [("flatten", 0, -missing)], [("unflatten", 0, tuple(sizes))]
     users = list(attention.users)
-    wide = [_followed(operand, into, attention) for operand in attention.args[:3]]  # type: ignore
+    meta = attention.meta
+    wide = [_followed(x, into, meta, attention) for x in attention.args[:3]]  # type: ignore
     attention.args = (*wide, *attention.args[3:])
-    attention.meta["example_value"] = _moved(attention.meta["example_value"], into)
-    result = _followed(attention, back, attention.next)
+    attention.meta = {**meta, "example_value": _moved(meta["example_value"], into)}
+    result = _followed(attention, back, meta, attention.next)
     for user in users:
         user.replace_input_with(attention, result)
 
 
-def _followed(node: fx.Node, steps: Steps, before: fx.Node) -> fx.Node:
-    """What methods make of a node, one after the other, in front of ``before``."""
+def _followed(node: fx.Node, steps: Steps, meta: dict[str, Any], before: fx.Node) -> fx.Node:
+    """What methods make of a node, one after the other, in front of ``before``; as of ``meta``."""
     for name, *args in steps:
         with node.graph.inserting_before(before):
             made = node.graph.call_method(name, (node, *args))
         value = _moved(node.meta["example_value"], [(name, *args)])
-        made.meta = {**node.meta, "example_value": value}
+        made.meta = {**meta, "example_value": value}
         node = made
     return node
 

@@ -8,9 +8,10 @@ computed as plain products. Attention without one, or with ``is_causal``, comput
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,17 +76,17 @@ def without_masks(gm: fx.GraphModule) -> fx.GraphModule:
     same = dict(zip(gm.graph.nodes, own.graph.nodes, strict=True))
     for node, causal in found:
         _unmask(same.get(node, node), causal)
-    for module in (own, *graphs.checkpointed):
+    for module in (own, *(module for module, _ in checkpointed(gm))):
         module.recompile()
     return own
 
 
-def checkpointed(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, tuple[Any, ...]]]:
-    """The graphs that a graph checkpoints, each called once, with what they are given."""
+def checkpointed(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    """The graphs that a graph checkpoints, each called once, with the calls."""
     calls = [n for n in gm.graph.nodes if n.target is CHECKPOINT and isinstance(n.args[0], fx.Node)]
     times = Counter(str(node.args[0].target) for node in calls)
     named = ((getattr(gm, name := str(n.args[0].target), None), n, times[name]) for n in calls)
-    return [(m, n.args[1:]) for m, n, k in named if isinstance(m, fx.GraphModule) and k == 1]
+    return [(m, n) for m, n, k in named if isinstance(m, fx.GraphModule) and k == 1]
 
 
 def argument(node: fx.Node, place: int, name: str) -> Any:
@@ -119,16 +120,17 @@ class _Graphs:
     """A graph of Dynamo's and those that it checkpoints: what is known of their values."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self.checkpointed: list[fx.GraphModule] = []
+        self._calls: list[fx.Node] = []
+        """Of checkpointed graphs that are looked into."""
         self._outer: dict[fx.Node, fx.Node] = {}
         """By an input of a checkpointed graph: what it is given."""
         self._graphs = [gm.graph]
         self._known: dict[fx.Node, bool | None] = {}
         self._values: dict[fx.Node, Any] = {}
-        for inner, given in checkpointed(gm):
-            self.checkpointed.append(inner)
+        for inner, call in checkpointed(gm):
+            self._calls.append(call)
             self._graphs.append(inner.graph)
-            pairs = zip(inner.graph.find_nodes(op="placeholder"), given, strict=False)
+            pairs = zip(inner.graph.find_nodes(op="placeholder"), call.args[1:], strict=False)
             self._outer.update((own, arg) for own, arg in pairs if isinstance(arg, fx.Node))
 
     def attention(self) -> Iterator[fx.Node]:
@@ -153,23 +155,23 @@ class _Graphs:
         try:
             with torch.no_grad(), _CPU:
                 causal = self._compared(base, traced_with(mask))
+            return None if self._may_change(mask) else causal
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # it follows from an input, or by what is not computed here
-        return None if self._may_change(mask) else causal
 
     def _compared(self, base: fx.Node, mask: Tensor | None) -> bool | None:
         """As :meth:`causal`, of a mask that repeats ``base``; a block of rows after the other."""
-        known = traced_with(base)
-        if known is None or mask is None or known.numel() > _MOST:
+        sizes = _sizes(base)
+        if not sizes or mask is None or math.prod(sizes) > _MOST:
             return None
-        ends = [*known.shape[-2:], *mask.shape[-2:]]
-        square = len(ends) == 4 and len(set(ends)) == 1
-        rows = known.shape[-2] if known.ndim > 1 else 1
-        step = max(1, _BLOCK * rows // max(known.numel(), 1))
+        ends = [*sizes[-2:], *mask.shape[-2:]]
+        square = len(ends) == 4 and all(isinstance(n, int) for n in ends) and len(set(ends)) == 1
+        rows = sizes[-2] if len(sizes) > 1 else 1
+        step = max(1, _BLOCK * rows // max(math.prod(sizes), 1))
         everything, causal = True, square
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            shown = _shown(self._rows(base, first, last) if known.ndim > 1 else self._value(base))
+            shown = _shown(self._rows(base, first, last))
             everything = everything and bool(shown.all())
             if causal:
                 past = torch.arange(rows) <= torch.arange(first, last)[:, None]
@@ -180,27 +182,16 @@ class _Graphs:
 
     def _rows(self, node: Any, first: int, last: int) -> Any:
         """A block of a matrix's rows, from those of what it is computed of by element."""
-        value = traced_with(node)
-        if value is None:
-            return self._value(node)
-        if value.ndim < 2 or value.shape[-2] == 1:
+        sizes = _sizes(node)
+        if len(sizes) < 2 or sizes[-2] == 1:
             return self._value(node)
 
         def part(operand: Any) -> Any:
-            other = traced_with(operand)
-            ours = other is not None and other.ndim > 1 and other.shape[-2] == value.shape[-2]
+            ours = _sizes(operand)[-2:-1] == sizes[-2:-1]
             return self._rows(operand, first, last) if ours else self._value(operand)
 
-        args, kwargs = node.args, node.kwargs
-        if node.target in _BY_ELEMENT:
-            return self._call(
-                node, fx.node.map_aggregate(args, part), fx.node.map_aggregate(kwargs, part)
-            )
-        if node.target is operator.getitem and isinstance(args[1], tuple):
-            indices = [traced_with(index) for index in args[1]]
-            if all(index is not None and index.ndim == value.ndim for index in indices):
-                at = tuple(part(index) for index in args[1])
-                return self._value(args[0])[at]
+        if node.target in _BY_ELEMENT and _is_pure(node):
+            return _call(node, part)
         return self._value(node)[..., first:last, :]
 
     def _value(self, node: Any) -> Any:
@@ -214,21 +205,12 @@ class _Graphs:
         node = self._outer.get(node, node)
         if node not in self._values:
             value = traced_with(node)
-            if value is not None and value.nbytes > _MOST_BYTES:
+            if value is not None and math.prod(_sizes(node)) * value.itemsize > _MOST_BYTES:
                 raise LookupError(f"{node} is too large")
-            args = fx.node.map_aggregate(node.args, self._value)
-            kwargs = fx.node.map_aggregate(node.kwargs, self._value)
-            self._values[node] = self._call(node, args, kwargs)
+            if not _is_pure(node):
+                raise LookupError(f"{node} is no constant")
+            self._values[node] = _call(node, self._value)
         return self._values[node]
-
-    @staticmethod
-    def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if not _is_pure(node):
-            raise LookupError(f"{node} is no constant")
-        function = node.target
-        return (getattr(Tensor, function) if isinstance(function, str) else function)(
-            *args, **kwargs
-        )
 
     def _may_change(self, mask: fx.Node) -> bool:
         """Something may write to what it is made of, or to a view of that."""
@@ -239,10 +221,17 @@ class _Graphs:
                 made.add(node)
                 ahead += [self._outer.get(n, n) for n in node.all_input_nodes]
         ours = {_storage(node) for node in made} - {None}
-        ours |= {_storage(own) for own, arg in self._outer.items() if _storage(arg) in ours}
-        reads = (n for graph in self._graphs for n in graph.nodes)
-        reads = (n for n in reads if any(_storage(a) in ours for a in n.all_input_nodes))
+        nodes = (n for graph in self._graphs for n in graph.nodes if n not in self._calls)
+        reads = (n for n in nodes if any(_storage(a) in ours for a in n.all_input_nodes))
         return any(map(_may_write, reads))
+
+
+def _call(node: fx.Node, value_of: Callable[[Any], Any]) -> Any:
+    """What a node's function makes of the values of its arguments."""
+    args = fx.node.map_aggregate(node.args, value_of)
+    kwargs = fx.node.map_aggregate(node.kwargs, value_of)
+    function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+    return function(*args, **kwargs)  # type: ignore[operator, misc]
 
 
 def _shown(value: Any) -> Tensor:
@@ -259,18 +248,26 @@ def _shown(value: Any) -> Tensor:
     return shown
 
 
+def _sizes(node: Any) -> tuple[int, ...]:
+    """Of a tensor; none if one of them is dynamic: to compare that would be a guard."""
+    value = traced_with(node)
+    sizes = () if value is None else tuple(value.shape)
+    return sizes if all(isinstance(n, int) for n in sizes) else ()
+
+
 def _storage(node: fx.Node) -> int | None:
     value = traced_with(node)
     return None if value is None else value.untyped_storage()._cdata
 
 
 def _is_pure(node: fx.Node) -> bool:
-    return node.target in _PURE and "out" not in node.kwargs
+    called = node.op in ("call_function", "call_method")
+    return called and node.target in _PURE and "out" not in node.kwargs
 
 
 def _may_write(node: fx.Node) -> bool:
     """By its name, as operators are called that write to an operand; or it is none of torch's."""
-    if _is_pure(node) or node.op == "output" or node.target is CHECKPOINT:
+    if _is_pure(node) or node.op == "output":
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
     torchs = node.op == "call_method" or getattr(node.target, "__module__", None) in _TORCHS

@@ -87,6 +87,10 @@ KNOWN = {
         lambda q: torch.triu(torch.full((q.shape[-2], q.shape[-2]), float("-inf")), 1),
         "causal",
     ),
+    "future that is half seen": (
+        lambda q: torch.triu(torch.full((q.shape[-2], q.shape[-2]), -1.0), 1),
+        "mask",
+    ),
     "Transformers": (hugging_face, "causal"),
     "packed, one document": (lambda q: hugging_face(q, packed=True), "causal"),
     "a window that is wide enough": (lambda q: hugging_face(q, window=ROWS), "causal"),
@@ -231,6 +235,23 @@ def test_sizes_that_change():
     assert masked(f, operands(), dynamic=True) == ["mask"]
 
 
+def test_lengths_that_change_are_compiled_once():
+    """Nobody compares their sizes with numbers."""
+    times = []
+
+    def backend(gm, example_inputs):
+        times.append(without_masks(gm))
+        return gm.forward
+
+    f = lambda q, k, v: attention(q, k, v, attn_mask=hugging_face(q, packed=True))  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend=backend, dynamic=True)
+    for rows in (ROWS, 19, 40):
+        given = operands(rows=rows, columns=rows)
+        torch.testing.assert_close(compiled(*given), f(*given))
+    assert len(times) == 1
+
+
 def test_too_large_a_mask(monkeypatch):
     monkeypatch.setattr(attention_masks, "_MOST", ROWS)
     f = lambda q, k, v: attention(q, k, v, attn_mask=hugging_face(q))  # noqa: E731
@@ -239,8 +260,8 @@ def test_too_large_a_mask(monkeypatch):
 
 def test_rows_are_computed_apart(monkeypatch):
     """The whole of a large mask is in memory at no time."""
-    monkeypatch.setattr(attention_masks, "_MOST_BYTES", 8 * ROWS)
-    f = lambda q, k, v: attention(q, k, v, attn_mask=hugging_face(q))  # noqa: E731
+    monkeypatch.setattr(attention_masks, "_MOST_BYTES", 2 * 8 * ROWS)
+    f = lambda q, k, v: attention(q, k, v, attn_mask=hugging_face(q, packed=True))  # noqa: E731
     assert masked(f, operands()) == ["causal"]
     monkeypatch.setattr(attention_masks, "_MOST_BYTES", ROWS)
     assert masked(f, operands()) == ["mask"]
