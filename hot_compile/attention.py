@@ -23,7 +23,7 @@ Steps = Sequence[tuple[Any, ...]]
 """Names of a tensor's methods, each with its arguments."""
 _DIMENSIONS = 4
 _FEWEST = 512
-"""Keys. Windows of 49 and 64 are faster as plain products (ADR 51); by scores that fit a cache."""
+"""Keys: windows of 49 and 64 were no faster by a kernel (ADR 51)."""
 
 
 def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
@@ -74,6 +74,7 @@ def _leads_alike(operand: Tensor | None, query: Tensor) -> bool:
 
 
 def _in_four_dimensions(attention: fx.Node) -> None:
+    """Make its leading dimensions one, or add some of size 1; its users get the shape they had."""
     value = traced_with(attention.args[0])
     missing = _DIMENSIONS - value.ndim  # type: ignore[union-attr]
     into: Steps = [("unsqueeze", -3)] * missing

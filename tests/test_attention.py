@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from samples_attention import captured, rewritten
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 from hot_compile import attention as forms
 from hot_compile.attention import for_fast_kernels
-from hot_compile.attention_masks import ATTENTION
 
 
 @pytest.fixture(autouse=True)
@@ -22,30 +22,15 @@ def operands(*leading, rows=5, columns=7, channels=8):
 
 def dimensions(f, inputs, **how):
     """Of the queries of each attention of f's graph, after its values were compared."""
-    graphs = []
-
-    def backend(gm, example_inputs):
-        own = for_fast_kernels(gm)
-        own.graph.lint()
-        graphs.append(own)
-        return own.forward
-
-    torch._dynamo.reset()
-    result = torch.compile(f, backend=backend, fullgraph=True, **how)(*inputs)
-    want = f(*inputs)
-    torch.testing.assert_close(result, want)
-    theirs = torch.autograd.grad(want.square().sum(), inputs)
-    torch.testing.assert_close(torch.autograd.grad(result.square().sum(), inputs), theirs)
-    modules = [m for own in graphs for m in own.modules() if isinstance(m, torch.fx.GraphModule)]
-    nodes = [n for m in modules for n in m.graph.nodes if n.target is ATTENTION]
-    for module in modules:
-        _traced_as_computed(module)
+    nodes = rewritten(for_fast_kernels, f, inputs, **how)
+    for graph in {node.graph for node in nodes}:
+        _traced_as_computed(graph)
     return [n.args[0].meta["example_value"].ndim for n in nodes]
 
 
-def _traced_as_computed(gm):
+def _traced_as_computed(graph):
     """What was added says what it makes."""
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node.op == "call_method" and node.target in ("unflatten", "squeeze"):
             value = node.meta["example_value"]
             made = getattr(node.args[0].meta["example_value"], node.target)(*node.args[1:])
@@ -105,11 +90,8 @@ def test_few_keys_stay(monkeypatch):
 
 
 def test_dropout_stays():
-    graphs = []
     f = lambda q, k, v: attention(q, k, v, dropout_p=0.5)  # noqa: E731
-    torch._dynamo.reset()
-    torch.compile(f, backend=lambda gm, _: graphs.append(gm) or gm.forward)(*operands(2, 3, 2))
-    assert for_fast_kernels(graphs[0]) is graphs[0]
+    assert for_fast_kernels(gm := captured(f, operands(2, 3, 2))) is gm
 
 
 def test_a_mask_that_is_taken():
@@ -124,7 +106,4 @@ def test_blocks_that_are_checkpointed():
 
 
 def test_four_dimensions_are_no_work():
-    graphs = []
-    torch._dynamo.reset()
-    torch.compile(attention, backend=lambda gm, _: graphs.append(gm) or gm.forward)(*operands(2, 3))
-    assert for_fast_kernels(graphs[0]) is graphs[0]
+    assert for_fast_kernels(gm := captured(attention, operands(2, 3))) is gm

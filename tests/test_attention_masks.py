@@ -4,11 +4,12 @@ import functools
 
 import pytest
 import torch
+from samples_attention import captured, rewritten
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 from hot_compile import attention_masks
-from hot_compile.attention_masks import ATTENTION, without_masks
+from hot_compile.attention_masks import without_masks
 from hot_compile.backend import hot
 from hot_compile.record import run_uncompiled
 
@@ -22,23 +23,7 @@ def operands(batch=2, heads=3, rows=ROWS, columns=ROWS):
 
 def masked(f, inputs, **how):
     """What each attention of f's graph is told of a mask, after its values were compared."""
-    graphs = []
-
-    def backend(gm, example_inputs):
-        own = without_masks(gm)
-        own.graph.lint()
-        graphs.append(own)
-        return own.forward
-
-    torch._dynamo.reset()
-    result = torch.compile(f, backend=backend, fullgraph=True, **how)(*inputs)
-    want = f(*inputs)
-    torch.testing.assert_close(result, want)
-    trained = [x for x in inputs if x.requires_grad]
-    theirs = torch.autograd.grad(want.sum(), trained)
-    torch.testing.assert_close(torch.autograd.grad(result.sum(), trained), theirs)
-    modules = [m for own in graphs for m in own.modules() if isinstance(m, torch.fx.GraphModule)]
-    nodes = [n for m in modules for n in m.graph.nodes if n.target is ATTENTION]
+    nodes = rewritten(without_masks, f, inputs, **how)
     return ["mask" if n.kwargs.get("attn_mask") is not None else _end(n) for n in nodes]
 
 
@@ -123,15 +108,6 @@ def test_a_drawn_mask_is_not_drawn_here():
     torch.set_rng_state(before)
     assert without_masks(gm) is gm
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def captured(f, inputs):
-    """Dynamo's graph of f, which is not run."""
-    graphs = []
-    torch._dynamo.reset()
-    stand_in = lambda *given: (operands()[0],)  # noqa: E731
-    torch.compile(f, backend=lambda gm, _: graphs.append(gm) or stand_in)(*inputs)
-    return graphs[0]
 
 
 def test_the_graph_itself_stays_as_it_is():
