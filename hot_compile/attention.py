@@ -1,4 +1,4 @@
-"""Attention in a form that torch has fast kernels for: of four dimensions, and without idle masks.
+"""Attention in a form that torch has fast kernels for: four dimensions, no idle masks, no copies.
 
 Torch computes attention of other than (batch, heads, tokens, channels) as plain products: where
 windows have a dimension of their own (Hiera, NesT, Twins), or frames, or where there are no heads.
@@ -11,16 +11,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .again import twin
+from .attention_heads import Shared, Steps, moved, shared_heads
 from .attention_masks import ATTENTION, argument, checkpointed, traced_with, without_masks
 
 log = logging.getLogger("hot_compile")
-Steps = Sequence[tuple[Any, ...]]
-"""Names of a tensor's methods, each with its arguments."""
 _DIMENSIONS = 4
 _FEWEST = 512
 """Keys: windows of 49 and 64 were no faster by a kernel (ADR 51)."""
@@ -29,18 +27,23 @@ _FEWEST = 512
 def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
     """Dynamo's graph, or a copy of it whose attention torch has a kernel for; results are the same.
 
-    Left alone: attention with a mask that is needed or with dropout, of fewer than 512 keys, of
-    operands whose leading sizes differ, and with more than one leading size that is dynamic.
+    Left of other than four dimensions: attention with a mask that is needed or with dropout, of
+    fewer than 512 keys, of operands whose leading sizes differ, and with more than one leading size
+    that is dynamic.
     """
     gm = without_masks(gm)
     inner = [module for module, _ in checkpointed(gm)]
-    if not any(_other(node) for module in (gm, *inner) for node in _attention(module)):
+    found = [node for module in (gm, *inner) for node in _attention(module)]
+    if not any(_other(node) or shared_heads(node) for node in found):
         return gm
-    log.info("hot: attention is brought to four dimensions")
+    log.info("hot: attention is brought to four dimensions, or gets heads' keys as they share them")
     own = twin(gm)
     for module in (own, *inner):
-        for node in filter(_other, _attention(module)):
-            _in_four_dimensions(node)
+        for node in _attention(module):
+            if _other(node):
+                _in_four_dimensions(node)
+            elif shared := shared_heads(node):
+                _share(node, shared)
         module.recompile()
     return own
 
@@ -73,20 +76,28 @@ def _leads_alike(operand: Tensor | None, query: Tensor) -> bool:
     return all(statically_known_true(a == b) for a, b in sizes)
 
 
+def _share(attention: fx.Node, shared: Sequence[Shared]) -> None:
+    """Its heads read keys and values that are not repeated."""
+    meta = attention.meta
+    own = [_followed(x.source, x.steps, meta, attention) for x in shared]
+    attention.args = (attention.args[0], *own, *attention.args[3:])
+    attention.kwargs = {**attention.kwargs, "enable_gqa": True}
+
+
 def _in_four_dimensions(attention: fx.Node) -> None:
     """Make its leading dimensions one, or add some of size 1; its users get the shape they had."""
     value = traced_with(attention.args[0])
     missing = _DIMENSIONS - value.ndim  # type: ignore[union-attr]
-    into: Steps = [("unsqueeze", -3)] * missing
-    back: Steps = [("squeeze", -3)] * missing
+    into: Steps = (("unsqueeze", -3),) * missing
+    back: Steps = (("squeeze", -3),) * missing
     if missing < 0:
         sizes = (n if isinstance(n, int) else -1 for n in value.shape[: 1 - missing])  # type: ignore
-        into, back = [("flatten", 0, -missing)], [("unflatten", 0, tuple(sizes))]
+        into, back = (("flatten", 0, -missing),), (("unflatten", 0, tuple(sizes)),)
     users = list(attention.users)
     meta = attention.meta
     wide = [_followed(x, into, meta, attention) for x in attention.args[:3]]  # type: ignore
     attention.args = (*wide, *attention.args[3:])
-    attention.meta = {**meta, "example_value": _moved(meta["example_value"], into)}
+    attention.meta = {**meta, "example_value": moved(meta["example_value"], into)}
     result = _followed(attention, back, meta, attention.next)
     for user in users:
         user.replace_input_with(attention, result)
@@ -97,14 +108,7 @@ def _followed(node: fx.Node, steps: Steps, meta: dict[str, Any], before: fx.Node
     for name, *args in steps:
         with node.graph.inserting_before(before):
             made = node.graph.call_method(name, (node, *args))
-        value = _moved(node.meta["example_value"], [(name, *args)])
+        value = moved(node.meta["example_value"], [(name, *args)])
         made.meta = {**meta, "example_value": value}
         node = made
     return node
-
-
-def _moved(value: Tensor, steps: Steps) -> Tensor:
-    with torch.enable_grad():
-        for name, *args in steps:
-            value = getattr(value, name)(*args)
-    return value

@@ -11,7 +11,7 @@ import logging
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -220,10 +220,15 @@ class _Graphs:
             if node not in made:
                 made.add(node)
                 ahead += [self._outer.get(n, n) for n in node.all_input_nodes]
-        ours = {_storage(node) for node in made} - {None}
         nodes = (n for graph in self._graphs for n in graph.nodes if n not in self._calls)
-        reads = (n for n in nodes if any(_storage(a) in ours for a in n.all_input_nodes))
-        return any(map(_may_write, reads))
+        return may_be_written(made, nodes)
+
+
+def may_be_written(made: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> bool:
+    """One of ``nodes`` may write to what is ``made``, or to what shares memory with that."""
+    ours = {_storage(node) for node in made} - {None}
+    reads = (n for n in nodes if any(_storage(a) in ours for a in n.all_input_nodes))
+    return any(map(_may_write, reads))
 
 
 def _call(node: fx.Node, value_of: Callable[[Any], Any]) -> Any:
@@ -271,7 +276,7 @@ def _may_write(node: fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
     torchs = node.op == "call_method" or getattr(node.target, "__module__", None) in _TORCHS
-    told = "out" in node.kwargs or any(a is True for a in (*node.args, *node.kwargs.values()))
+    told = "out" in node.kwargs or any(a is True for a in (*node.args, node.kwargs.get("inplace")))
     return not torchs or name.endswith("_") or name in _IN_PLACE or told
 
 
