@@ -86,7 +86,7 @@ BELOW_BACKEND = {
         *("observing", "memory", "graphs", "record", "detached_logits", "frameworks"),
         *("budget", "figures", "generated", "frames", "launches", "inductor", "unchanged"),
         *("stand_in", "again", "guarantee", "reproduction", "together"),
-        *("attention", "attention_masks"),
+        *("attention", "attention_heads", "attention_masks"),
     )
 }
 TOP = 5
