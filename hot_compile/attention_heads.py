@@ -7,6 +7,7 @@ what is shared (``enable_gqa``), and compute the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -78,7 +79,8 @@ def _has_kernel(attention: fx.Node, operands: list[Tensor]) -> bool:
     given: Any = [operand.to(dtype) for operand in operands]
     rest: Any = fx.node.map_arg(attention.args[3:], traced_with)
     how: Any = fx.node.map_arg({**attention.kwargs, "enable_gqa": True}, traced_with)
-    with _Called() as called, torch.enable_grad():
+    fake = getattr(given[0], "fake_mode", contextlib.nullcontext())  # for what torch makes inside
+    with fake, _Called() as called, torch.enable_grad():
         ATTENTION(*given, *rest, **how)
     return any("attention" in name for name in called.names)
 

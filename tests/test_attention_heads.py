@@ -97,12 +97,13 @@ def test_what_comes_before_stays():
     assert heads_read(f, operands()) == [(2, 2)]
 
 
-def test_a_mask_for_all():
+@pytest.mark.parametrize("mask", [torch.sin, lambda x: x > 0], ids=["added", "true or false"])
+def test_a_mask_for_all(mask):
     """Torch's kernel for CPUs takes both."""
 
     def f(q, k, v):
-        mask = q.detach()[:1, :1, :, :5].sin()
-        return attention(q, by_hugging_face(k), by_hugging_face(v), mask)
+        shown = mask(q.detach()[:1, :1, :, :5])
+        return attention(q, by_hugging_face(k), by_hugging_face(v), shown)
 
     assert heads_read(f, operands()) == [(2, 2)]
 
