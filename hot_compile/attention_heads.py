@@ -7,13 +7,13 @@ what is shared (``enable_gqa``), and compute the same.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,9 +48,9 @@ def shared_heads(attention: fx.Node) -> tuple[Shared, Shared] | None:
     None if they were not repeated, by the same number, or may have been written to since; with
     dropout; and where torch has no kernel for it: on CUDA in fp32, or with a mask.
     """
-    operands = [traced_with(operand) for operand in attention.args[:3]]
-    if len(operands) < 3 or any(value is None or value.ndim != 4 for value in operands):
-        return None
+    operands: Any = [traced_with(operand) for operand in attention.args[:3]]
+    if len(operands) < 3 or not all(isinstance(x, FakeTensor) and x.ndim == 4 for x in operands):
+        return None  # a subclass of its own, or of another level (vmap)
     if argument(attention, 4, "dropout_p") or attention.kwargs.get("enable_gqa"):
         return None
     key, value = (_shared(operand, _HEADS) for operand in attention.args[1:3])
@@ -79,8 +79,7 @@ def _has_kernel(attention: fx.Node, operands: list[Tensor]) -> bool:
     given: Any = [operand.to(dtype) for operand in operands]
     rest: Any = fx.node.map_arg(attention.args[3:], traced_with)
     how: Any = fx.node.map_arg({**attention.kwargs, "enable_gqa": True}, traced_with)
-    fake = getattr(given[0], "fake_mode", contextlib.nullcontext())  # for what torch makes inside
-    with fake, _Called() as called, torch.enable_grad():
+    with given[0].fake_mode, _Called() as called, torch.enable_grad():
         ATTENTION(*given, *rest, **how)
     return any("attention" in name for name in called.names)
 
