@@ -51,7 +51,7 @@ def shared_heads(attention: fx.Node) -> tuple[Shared, Shared] | None:
     operands: Any = [traced_with(operand) for operand in attention.args[:3]]
     if len(operands) < 3 or not all(isinstance(x, FakeTensor) and x.ndim == 4 for x in operands):
         return None  # a subclass of its own, or of another level (vmap)
-    if argument(attention, 4, "dropout_p") or attention.kwargs.get("enable_gqa"):
+    if argument(attention, 4, "dropout_p"):
         return None
     key, value = (_shared(operand, _HEADS) for operand in attention.args[1:3])
     if key is None or value is None:

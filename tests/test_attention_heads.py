@@ -158,10 +158,26 @@ def test_what_is_written_to_elsewhere():
         ),
         lambda q, k, v: attention(q, by_hugging_face(k), v.repeat_interleave(3, 1) + 1),
         lambda q, k, v: attention(
+            q, k.unflatten(1, (1, 2)).repeat(1, 1, 3, 1, 1).flatten(1, 2), by_hugging_face(v)
+        ),
+        lambda q, k, v: attention(
+            q, (k[:, :, None] * q[0, 0, :3, 0][:, None, None]).flatten(1, 2), by_hugging_face(v)
+        ),
+        lambda q, k, v: attention(
             q.flatten(0, 1), by_hugging_face(k).flatten(0, 1), by_hugging_face(v).flatten(0, 1)
         ),
     ],
-    ids=["tiled values", "tiled", "in a row", "tiled by rank", "uneven", "changed", "flat"],
+    ids=[
+        "tiled values",
+        "tiled",
+        "in a row",
+        "tiled by rank",
+        "uneven",
+        "changed",
+        "of two",
+        "weighed",
+        "flat",
+    ],
 )
 def test_others_stay(f):
     assert heads_read(f, operands()) == []
@@ -172,6 +188,12 @@ def test_tokens_that_are_repeated_stay():
         q, k.repeat_interleave(3, dim=2), v.repeat_interleave(3, dim=2)
     )
     assert heads_read(f, operands(shared=6, columns=2)) == []
+
+
+def test_repeats_that_are_tokens_stay():
+    repeated = lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 2, 15, 8)  # noqa: E731
+    f = lambda q, k, v: attention(q, repeated(k), repeated(v), is_causal=True)  # noqa: E731
+    assert heads_read(f, operands(heads=2, rows=15)) == []
 
 
 def test_as_many_heads_in_another_number():
