@@ -228,6 +228,19 @@ ATTENTION = [
         "x + {1}((lambda q, k, v: (6 * q @ k.transpose(1, 2)).softmax(-1) @ v)"
         "(*{0}(x).chunk(3, -1)))",
     ),
+    (  # heads that share keys
+        ["nn.Linear({c}, 128)", "nn.Linear(64, {c})"],
+        "x + {1}((lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1),"
+        " v.repeat_interleave(2, 1), is_causal=True))(*(t.unflatten(-1, (-1, 16)).transpose(1, 2)"
+        " for t in {0}(x).split((64, 32, 32), -1))).transpose(1, 2).flatten(2))",
+    ),
+    (
+        ["nn.Linear({c}, 96)", "nn.RMSNorm(16)", "nn.Linear(64, {c})"],
+        "x + {2}((lambda q, k, v: F.scaled_dot_product_attention({1}(q), *("
+        "t[:, :, None].expand(-1, -1, 4, -1, -1).flatten(1, 2) for t in ({1}(k), v))))"
+        "(*(t.unflatten(-1, (-1, 16)).transpose(1, 2)"
+        " for t in {0}(x).split((64, 16, 16), -1))).transpose(1, 2).flatten(2))",
+    ),
     (  # sparse gradients: an autoencoder's top units, a router's two experts
         ["nn.Linear({c}, 96)", "nn.Linear(96, {c})"],
         "{1}((lambda h: h * (h >= h.topk(4, -1).values[..., -1:]))({0}(x)))",
