@@ -1,8 +1,8 @@
 """Keys and values that heads share are handed to attention as they are, not repeated for each head.
 
 In grouped-query and multi-query attention several heads read one key. Models repeat it for them:
-copies are written, kept for the backward, and their gradients are summed. Torch's fast kernels take
-what is shared (``enable_gqa``), and compute the same.
+copies are written, once more in the backward, and their gradients are summed. Torch's fast kernels
+take what is shared (``enable_gqa``), and compute the same.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _shared_and_moved(node: fx.Node, ndim: int, dim: int) -> Shared | None:
 def _shared_and_merged(wide: Any, value: Tensor, dim: int) -> Shared | None:
     """Of a dimension beside that of heads, in which each was repeated before both were one."""
     between = []
-    while isinstance(wide, fx.Node) and wide.target in _COPIES:
+    while isinstance(wide, fx.Node) and wide.target in _COPIES and wide.args:
         between.append(wide)
         wide = wide.args[0]
     by, source = traced_with(wide), traced_with(wide.args[0] if wide.args else None)
