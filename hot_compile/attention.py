@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .again import twin
-from .attention_heads import Shared, Steps, moved, shared_heads
+from .attention_heads import Shared, Steps, moved, same_sizes, shared_heads
 from .attention_masks import ATTENTION, argument, checkpointed, traced_with, without_masks
 
 log = logging.getLogger("hot_compile")
@@ -36,7 +36,7 @@ def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
     found = [node for module in (gm, *inner) for node in _attention(module)]
     if not any(_other(node) or shared_heads(node) for node in found):
         return gm
-    log.info("hot: attention is brought to four dimensions, or gets heads' keys as they share them")
+    log.info("hot: attention is written as torch has a kernel for it")
     own = twin(gm)
     for module in (own, *inner):
         for node in _attention(module):
@@ -70,10 +70,7 @@ def _other(attention: fx.Node) -> bool:
 
 
 def _leads_alike(operand: Tensor | None, query: Tensor) -> bool:
-    if operand is None or operand.ndim != query.ndim:
-        return False
-    sizes = zip(operand.shape[:-2], query.shape[:-2], strict=True)
-    return all(statically_known_true(a == b) for a, b in sizes)
+    return operand is not None and same_sizes(operand.shape[:-2], query.shape[:-2])
 
 
 def _share(attention: fx.Node, shared: Sequence[Shared]) -> None:

@@ -58,7 +58,7 @@ def shared_heads(attention: fx.Node) -> tuple[Shared, Shared] | None:
         return None
     given = [operands[0], *(moved(traced_with(x.source), x.steps) for x in (key, value))]
     heads = [[x.shape[_HEADS] for x in some] for some in (operands, given[1:])]  # type: ignore
-    alike = all(_equal(some[1:], some[:-1]) for some in heads)
+    alike = all(same_sizes(some[1:], some[:-1]) for some in heads)
     if not alike or not _has_kernel(attention, given):  # type: ignore[arg-type]
         return None
     between = {*key.between, *value.between}
@@ -139,7 +139,7 @@ def _shared_and_merged(wide: Any, value: Tensor, dim: int) -> Shared | None:
         return None
     one = statically_known_true(source.shape[dim + 1] == 1) and _alike(by, source, but=dim + 1)
     sizes = [*by.shape[:dim], by.shape[dim] * by.shape[dim + 1], *by.shape[dim + 2 :]]
-    if not one or not _equal(value.shape, sizes):
+    if not one or not same_sizes(value.shape, sizes):
         return None
     return Shared(wide.args[0], (("squeeze", dim + 1),), (*between, wide))
 
@@ -147,9 +147,10 @@ def _shared_and_merged(wide: Any, value: Tensor, dim: int) -> Shared | None:
 def _alike(value: Tensor, source: Tensor, but: int) -> bool:
     """Their sizes are the same except one."""
     sizes = [[*x.shape[:but], *x.shape[but + 1 :]] for x in (value, source)]
-    return value.ndim == source.ndim and _equal(*sizes)
+    return value.ndim == source.ndim and same_sizes(*sizes)
 
 
-def _equal(some: Any, others: Any) -> bool:
+def same_sizes(some: Any, others: Any) -> bool:
+    """As many, and known to be the same without a guard."""
     pairs = zip(some, others, strict=False)
     return len(some) == len(others) and all(statically_known_true(a == b) for a, b in pairs)
