@@ -197,6 +197,8 @@ def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
     if {"num_heads", "head_dim", "expand", "hidden_size"} <= has.keys():  # Mamba 2's go together
         width = given.get("hidden_size", has["hidden_size"])
         given["num_heads"] = width * has["expand"] // has["head_dim"]
+    if "attention_types" in has:  # GPT-Neo's: kinds of layers, and how often they come in turns
+        given["attention_types"] = [[["global", "local"], 1]]
     if isinstance(has.get("depths"), (list, tuple)):
         given["depths"] = [1] * len(has["depths"])
     if isinstance(has.get("vocab_size"), int):

@@ -333,21 +333,14 @@ def _decision(
     packs = unpriced.gx and gx_bits == 4 and _multiplies_int4(site, rates)
     packs = packs and strategy is not Strategy.EXACT and strategy not in BASELINES
     unpriced = dataclasses.replace(unpriced, one_read=once, packed=packs)
-    exact, ours = _times(site, unpriced, rates, config)
-    before = _bytes_of_x(site) if unpriced.gw else 0
+    unpriced = dataclasses.replace(unpriced, bytes_before=_bytes_of_x(site) if unpriced.gw else 0)
+    if rates is None or strategy is Strategy.EXACT:
+        return unpriced
+    price = _price(site, unpriced, rates, config)
+    exact, ours = price.times()
     return dataclasses.replace(
-        unpriced,
-        predicted_gain=round(exact / ours if ours else 1.0, 3),
-        seconds_won=exact - ours,
-        bytes_before=before,
+        unpriced, predicted_gain=round(price.gain(), 3), seconds_won=exact - ours
     )
-
-
-def _times(site: Site, d: Decision, rates: Rates | None, config: HotConfig) -> tuple[float, float]:
-    """Predicted seconds of exact and of it; none unpriced."""
-    if rates is None or d.strategy is Strategy.EXACT:
-        return 0.0, 0.0
-    return _price(site, d, rates, config).times()
 
 
 def _price(site: Site, d: Decision, rates: Rates, config: HotConfig) -> Price:

@@ -65,7 +65,8 @@ class Rates:
     as long as ``packing`` takes longer than ``copy``."""
     power: float = 0.0
     """What 16-bit products cost a step beyond their own time, as a share of it: what they draw
-    slows down all of a step, where integer products let it run at a higher clock."""
+    slows down all of a step, where integer products let it run at a higher clock. Not on every
+    device alike (ADR 37), so it may choose a layer's way, and pays for nothing else."""
     host_copy: float = 0.0
     """Bytes/s of a copy to pinned host memory, or back; 0: it has no memory of its own."""
     int32_result: bool = False
@@ -421,6 +422,8 @@ class Price:
     """How many rows these are of, or samples."""
     grows: tuple[sympy.Symbol, ...] = (L,)
     """What there is more of with more of those."""
+    power: float = 0.0
+    """``Rates.power``, where the exact products draw it: weighed in the gain, in no seconds."""
 
     def times(self, count: int | None = None) -> tuple[float, float]:
         """(exact's, ours), of so many rows or samples."""
@@ -432,7 +435,7 @@ class Price:
     def gain(self, count: int | None = None) -> float:
         """How many times faster than exact it is."""
         exact, ours = self.times(count)
-        return exact / ours if ours else 1.0
+        return (1 + self.power) * exact / ours if ours else 1.0
 
     def pays_from(self, least: float) -> int | None:
         """From how many rows or samples on it is ``least`` times faster; None: from none.
@@ -449,10 +452,9 @@ class Price:
 def layer_price(strategy: Strategy, how: How, rates: Rates, dtype: str, shape: Shape) -> Price:
     """Of a Linear's backward."""
     exact = seconds(exact_backward(how), rates, dtype)
-    if dtype in _SIXTEEN_BITS:
-        exact *= 1 + rates.power
     ours = seconds(layer_cost(strategy, how), rates, dtype)
-    return Price(exact, ours, shape.numbers, shape.rows)
+    power = rates.power if dtype in _SIXTEEN_BITS else 0.0
+    return Price(exact, ours, shape.numbers, shape.rows, power=power)
 
 
 def _first(pays: Callable[[int], bool], low: int, high: int) -> int | None:
