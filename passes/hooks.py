@@ -52,6 +52,7 @@ from hot_compile.runtime.mixed_order import row_by_row
 from hot_compile.runtime.peak_estimate import estimated
 from hot_compile.runtime.read_back import awaited
 from hot_compile.runtime.settled_views import settled
+from hot_compile.runtime.written_views import kept
 
 log = logging.getLogger("hot_compile")
 
@@ -96,6 +97,7 @@ class JointPass(_Uncopied, CustomGraphPass):
         """Rewrite ``graph`` in place."""
         spare_work()
         settled()
+        kept()
         awaited()
         estimated()
         ordered()
