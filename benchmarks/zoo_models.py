@@ -197,6 +197,8 @@ def _cut(config: Any, narrower: Mapping[str, int]) -> Any:
     if {"num_heads", "head_dim", "expand", "hidden_size"} <= has.keys():  # Mamba 2's go together
         width = given.get("hidden_size", has["hidden_size"])
         given["num_heads"] = width * has["expand"] // has["head_dim"]
+    if has.get("num_key_value_heads", 1) is None:  # Nemotron's: as many as there are heads
+        given["num_key_value_heads"] = given.get("num_attention_heads", has["num_attention_heads"])
     if "attention_types" in has:  # GPT-Neo's: kinds of layers, and how often they come in turns
         given["attention_types"] = [[["global", "local"], 1]]
     if isinstance(has.get("depths"), (list, tuple)):
@@ -221,7 +223,7 @@ def _words(config: Any) -> Tensor:
     told = config.get_text_config()
     scans = any(hasattr(told, n) for n in ("state_size", "mamba_d_state", "mamba_expand", "conv_L"))
     batch, most = scale()
-    known = getattr(told, "max_position_embeddings", None) or 2 * most
+    known = max(getattr(told, "max_position_embeddings", None) or 0, 0) or 2 * most
     tokens = SCANNED if scans else min(most, known // 2)
     return torch.randint(3, told.vocab_size - 1, (batch, tokens))
 
@@ -265,7 +267,9 @@ def _sound(config: Any) -> dict[str, Any]:
 
 
 def _heard(config: Any) -> dict[str, Any]:
-    return {"input_values": torch.randn(scale()[0], 32000), "labels": _two_classes()}
+    mels = getattr(config, "num_mel_bins", None)  # an AST's pictures of sounds
+    shape = (config.max_length, mels) if mels else (32000,)
+    return {"input_values": torch.randn(scale()[0], *shape), "labels": _two_classes()}
 
 
 def _spoken(config: Any) -> dict[str, Any]:
