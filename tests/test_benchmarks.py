@@ -177,11 +177,12 @@ def test_a_model_of_the_zoo(program, tmp_path):
     assert text.endswith("Causes, by hand.\n")
 
 
-def test_the_zoo_beside_stock(program, tmp_path):
+def test_the_zoo_beside_stock(program, tmp_path, monkeypatch):
     zoo, models = program("zoo"), program("zoo_models")
-    with pytest.raises(ValueError, match="at most"):
+    with monkeypatch.context() as lent, pytest.raises(ValueError, match="at most 1,000"):
+        lent.setattr(models, "MOST", 1000)
         models.first_that_runs(
-            iter([lambda: models._configured("fuyu", "FuyuForCausalLM", models._text)])
+            iter([lambda: models._configured("bert", "BertForMaskedLM", models._text)])
         )
     results, name = tmp_path / "zoo.jsonl", "torchvision:fast_rcnn"
     setting = zoo.Setting(torch.device("cpu"), True, results, "")
