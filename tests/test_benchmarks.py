@@ -179,17 +179,16 @@ def test_a_model_of_the_zoo(program, tmp_path):
 
 def test_the_zoo_beside_stock(program, tmp_path, monkeypatch):
     zoo, models = program("zoo"), program("zoo_models")
-    with monkeypatch.context() as lent, pytest.raises(ValueError, match="at most 1,000"):
+    with monkeypatch.context() as lent:
         lent.setattr(models, "MOST", 1000)
-        models.first_that_runs(
-            iter([lambda: models._configured("bert", "BertForMaskedLM", models._text)])
-        )
+        with pytest.raises(ValueError, match="at most 1,000"):
+            models._configured("bert", "BertForMaskedLM", models._text)
     results, name = tmp_path / "zoo.jsonl", "torchvision:fast_rcnn"
     setting = zoo.Setting(torch.device("cpu"), True, results, "")
     setting.write(setting._tried(name, zoo.every_model()[name]))
     (row,) = zoo.known(results).values()
     assert not row.error
-    assert row.rewritten == 3
+    assert row.rewritten == 0  # sixteen rows: products on integers take longer there
     assert row.floor == 0  # fp32 on a CPU
     assert row.stock_off < 1e-4 < row.hot_off < 0.05
     assert row.firm_worst > 0.99
@@ -197,7 +196,7 @@ def test_the_zoo_beside_stock(program, tmp_path, monkeypatch):
     (tmp_path / "zoo.md").write_text(PLACE)
     zoo.page(results, tmp_path / "zoo.md")
     page = (tmp_path / "zoo.md").read_text()
-    assert f"| {name} | 14 | 3 of 4 |" in page
+    assert f"| {name} | 14 | 0 of 4 |" in page
 
 
 def test_float8_takes_what_hardware_can(program):
