@@ -1,10 +1,10 @@
 """Has Inductor keep a buffer's memory as long as what an operator wrote to a view of it is read.
 
-What is joined by a ``cat`` is computed where the ``cat`` wants it. Where an operator without a loop
-writes it (``scatter_reduce``, a kernel of the user's), Inductor knows the result by another name,
-and of that not whose memory it is: it gives the memory away after the last reader of the whole, and
-who reads the part later reads something else. So does stock Inductor, by torch 2.11 to 2.15. A
-gradient of a maximum over a graph's edges, whose ties were counted so, was NaN.
+What is joined by a ``cat`` is computed where the ``cat`` wants it. Where an operator of torch's
+writes it in place (``scatter_reduce``), Inductor knows the result by another name, and of that not
+whose memory it is: it gives the memory away after the last reader of the whole, and who reads the
+part later reads something else. Stock Inductor does so, too; by torch 2.11, 2.14 and 2.15 it was
+seen. The gradient of a maximum over a graph's edges, whose ties were counted so, was NaN.
 """
 
 from __future__ import annotations
