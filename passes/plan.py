@@ -332,8 +332,8 @@ def _decision(
     once = gx_bits == 8 and config.per_channel and _reads_once(site, spec, unpriced.rank, rates)
     packs = unpriced.gx and gx_bits == 4 and _multiplies_int4(site, rates)
     packs = packs and strategy is not Strategy.EXACT and strategy not in BASELINES
-    unpriced = dataclasses.replace(unpriced, one_read=once, packed=packs)
-    unpriced = dataclasses.replace(unpriced, bytes_before=_bytes_of_x(site) if unpriced.gw else 0)
+    before = _bytes_of_x(site) if unpriced.gw else 0
+    unpriced = dataclasses.replace(unpriced, one_read=once, packed=packs, bytes_before=before)
     if rates is None or strategy is Strategy.EXACT:
         return unpriced
     price = _price(site, unpriced, rates, config)

@@ -432,9 +432,10 @@ class Price:
             numbers = numbers | {s: numbers[s] * count // self.counted for s in self.grows}
         return at(self.exact, numbers), at(self.ours, numbers)
 
-    def gain(self, count: int | None = None) -> float:
-        """How many times faster than exact it is."""
+    def gain(self, count: int | None = None, beside: float = 0.0) -> float:
+        """How many times faster than exact it is, if ours takes ``beside`` seconds more."""
         exact, ours = self.times(count)
+        ours += beside
         return (1 + self.power) * exact / ours if ours else 1.0
 
     def pays_from(self, least: float) -> int | None:

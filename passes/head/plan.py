@@ -176,9 +176,7 @@ def _loss(found: Head, config: HotConfig, pricing: Pricing) -> str:
     shape = Shape(hint(rows), hint(outputs), hint(inputs), value.dtype.itemsize)
     dtype, rates = str(value.dtype).removeprefix("torch."), rates.override(dict(config.rates))
     price = layer_price(Strategy.INT8, How(), rates, dtype, shape)
-    exact, ours = price.times()
-    ours += _BESIDE * shape.rows * shape.outputs / rates.transform
-    gain = (1 + price.power) * exact / ours
+    gain = price.gain(beside=_BESIDE * shape.rows * shape.outputs / rates.transform)
     return "" if gain >= config.min_gain else f"not worth it: int8 predicted {gain:.2f}x exact"
 
 
