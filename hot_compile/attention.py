@@ -20,15 +20,15 @@ from .attention_masks import ATTENTION, argument, checkpointed, traced_with, wit
 
 log = logging.getLogger("hot_compile")
 _DIMENSIONS = 4
-_FEWEST = 512
-"""Keys: windows of 49 and 64 were no faster by a kernel (ADR 51)."""
+_FEWEST = 100
+"""Keys: windows of fewer were as fast by products, or faster (ADR 51)."""
 
 
 def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
     """Dynamo's graph, or a copy of it whose attention torch has a kernel for; results are the same.
 
     Left of other than four dimensions: attention with a mask that is needed or with dropout, of
-    fewer than 512 keys, of operands whose leading sizes differ, and with more than one leading size
+    fewer than 100 keys, of operands whose leading sizes differ, and with more than one leading size
     that is dynamic.
     """
     gm = without_masks(gm)

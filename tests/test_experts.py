@@ -95,12 +95,20 @@ def test_what_experts_keep_is_stored(form):
     assert sum(c.bytes for c in kept) < 0.6 * sum(c.bytes_before for c in kept)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("device", "lower"),
-    [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)],
+    "form", [pytest.param(f, marks=() if f == "side by side" else pytest.mark.slow) for f in FORMS]
 )
+def test_lowered_gradients_of_experts_are_right(form, device):
+    gradients_are_right(form, device, lower=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_experts_are_right(form, device, lower):
+def test_gradients_of_experts_are_right(form):
+    gradients_are_right(form, "cpu", lower=False)
+
+
+def gradients_are_right(form, device, lower):
     model, x = made(form, device)
     want = exact_gradients(model, x)
     hot_step(loss_of(model), x, options=STORED, lower=lower)

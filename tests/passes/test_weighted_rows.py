@@ -32,7 +32,9 @@ def test_gradients_are_right(monkeypatch, facts, options):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("facts", [{"masked": True, "top": 8}, {"wide": True}])
+@pytest.mark.parametrize(
+    "facts", [{"masked": True, "top": 8}, pytest.param({"wide": True}, marks=pytest.mark.slow)]
+)
 def test_compiled_twice_the_gradients_are_the_same(monkeypatch, facts, device):
     """Nothing is added by atomic operations, in whatever order they come."""
     forms_pay(monkeypatch, weighted_rows, permutations, few_rows)
