@@ -27,6 +27,7 @@ from hot_compile.passes.exact.image_gradients import lay_as_images
 from hot_compile.passes.exact.kernels import keep_themselves
 from hot_compile.passes.exact.pool_layout import lay_pools
 from hot_compile.passes.exact.scalars import scale_behind
+from hot_compile.passes.exact.signals import as_images
 from hot_compile.passes.forward.rewrite import rewrite_forwards
 from hot_compile.passes.head.rewrite import chunk_heads
 from hot_compile.passes.layers.match import match
@@ -166,6 +167,12 @@ def _exact_forms(joint: Joint) -> int:
     forms = take(joint.graph, joint.found, joint.plan.exact_forms)
     joint.plan = dataclasses.replace(joint.plan, exact_forms=forms)
     return sum(form.taken for form in forms)
+
+
+def _signals(joint: Joint) -> int:
+    if not joint.context.config.exact_forms:
+        return 0
+    return as_images(joint.graph, joint.context.rates)
 
 
 def _copies(joint: Joint) -> int:
@@ -399,6 +406,7 @@ JOINT: tuple[Step[Joint], ...] = (
     Step("rewrite", _rewrite, changes=True),
     Step("forwards", _forwards, changes=True),
     Step("exact_forms", _exact_forms, changes=True),
+    Step("signals", _signals, changes=True),
     Step("copies", _copies, changes=True),
 )
 """On the joint graph of forward and backward. What is not ``changes`` only reads it."""

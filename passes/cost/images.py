@@ -34,6 +34,8 @@ log = logging.getLogger("hot_compile")
 aten = torch.ops.aten
 RatesOf = Callable[[torch.device], Rates | None]
 
+CHOSEN = "hot_timed_channels_last"
+"""In the metadata of images of which, in the joint graph, that was found."""
 GAIN = 0.9
 """What channels last must take at most of the other layout's time. What is not a convolution may be
 slower by it: on an H200 by 16 % of that time in a DPN, by 1 % at most in three others."""
@@ -62,12 +64,14 @@ class Kind:
     """Multiplications of a call."""
 
 
-def channels_last_wins(nodes: Iterable[fx.Node], turned: int, rates: RatesOf) -> bool:
+def channels_last_wins(
+    nodes: Iterable[fx.Node], turned: int, rates: RatesOf, signals: bool = False
+) -> bool:
     """The convolutions of images among ``nodes`` are faster so, all together, on their one GPU.
 
     ``turned``: bytes of images that come from elsewhere, or go there, and lie channels first there:
     each is copied. A graph of few convolutions, as where blocks are compiled by themselves, may
-    lose by that what it wins.
+    lose by that what it wins. ``signals``: those of signals count too, as images of one row.
 
     What was found is kept in a file that every later process heeds, so that a script comes to one
     layout whenever it runs; processes of a job heed the first of them. False, too, where they
@@ -75,7 +79,8 @@ def channels_last_wins(nodes: Iterable[fx.Node], turned: int, rates: RatesOf) ->
     """
     convolutions = [node for node in nodes if node.target in _OPERANDS]
     devices = {node.args[0].meta["val"].device for node in convolutions}  # type: ignore[union-attr]
-    counts = collections.Counter(filter(None, map(_kind, convolutions)))
+    kinds = (kind_of(node, signals) for node in convolutions)
+    counts = collections.Counter(filter(None, kinds))
     here = torch.cuda.is_available() and {device.type for device in devices} == {"cuda"}
     if not here or len(devices) > 1 or not counts:
         return False
@@ -86,12 +91,20 @@ def channels_last_wins(nodes: Iterable[fx.Node], turned: int, rates: RatesOf) ->
     return found is not None and found[1] + copies < GAIN * found[0]
 
 
-def _kind(node: fx.Node) -> Kind | None:
-    """None for what cannot be timed."""
+def seconds(kind: Kind, device: torch.device) -> list[float] | None:
+    """Of a call channels first, and channels last, as every process has them; None: unknown."""
+    here = torch.cuda.is_available() and device.type == "cuda"
+    return _found(((kind, 1),), device) if here else None
+
+
+def kind_of(node: fx.Node, signals: bool = False) -> Kind | None:
+    """None for what cannot be timed. ``signals``: [B, C, L] as [B, C, 1, L]."""
     values: Any = fx.map_arg(node.args, lambda operand: operand.meta["val"])
     lead = _OPERANDS[node.target]
     shapes = tuple(tuple(operand.shape) for operand in values[:lead])
     rest = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in values[lead + 1 :])
+    if signals and len(shapes[-1]) == IMAGE_DIMS - 1:
+        shapes, rest = _of_one_row(shapes, rest)
     sizes = itertools.chain(*shapes, *(arg for arg in rest if isinstance(arg, tuple)))
     if len(shapes[-1]) != IMAGE_DIMS or not all(isinstance(size, int) for size in sizes):
         return None
@@ -100,6 +113,13 @@ def _kind(node: fx.Node) -> Kind | None:
         rest = (*geometry, (*wanted[:2], False))
     products = products_of(values, node.meta.get("val"))
     return Kind(node.target, shapes, values[0].dtype, rest, products)
+
+
+def _of_one_row(shapes: Any, rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A signal's convolution as an image's: along the row nothing is strided, padded or dilated."""
+    stride, padding, dilation, transposed, output, *after = rest
+    settings = (1, *stride), (0, *padding), (1, *dilation), transposed, (0, *output)
+    return tuple((*shape[:2], 1, *shape[2:]) for shape in shapes), (*settings, *after)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from hot_compile.passes.base.emit import prims
 from hot_compile.passes.base.graph import aten, module_path, value_of
 from hot_compile.passes.exact import (
     few_rows,
+    grouped,
     patches,
     permutations,
     pools,
@@ -68,6 +69,14 @@ EXACT_FORMS: tuple[ExactForm, ...] = (
         pays=stems.pays,
         replace=stems.replace,
         saves=lambda _: 34e-12,
+    ),
+    ExactForm(
+        name="grouped convolution by a gradient's kernel",
+        target=lambda: aten.convolution.default,
+        applies=grouped.applies,
+        pays=_measured_on_cuda,
+        replace=grouped.replace,
+        saves=grouped.saves,
     ),
     ExactForm(
         name="pool's gradient gathered",

@@ -33,7 +33,7 @@ from hot_compile.passes.base.graph import (
 from hot_compile.passes.base.operators import CASTS, RESHAPES, VIEWS, is_pointwise
 from hot_compile.passes.base.schemes import Scheme, Unit
 from hot_compile.passes.base.site import bytes_of, hint, positions_of
-from hot_compile.passes.cost.images import RatesOf, channels_last_wins
+from hot_compile.passes.cost.images import CHOSEN, RatesOf, channels_last_wins
 from hot_compile.passes.storage.around import Sample, mean_bytes
 
 log = logging.getLogger("hot_compile")
@@ -163,7 +163,8 @@ def lay_images(
     """Note which images will lie channels last; 1 if Inductor is made to lay them so.
 
     It decides by rules of its own. Where those say no and it ``may_force`` it, convolutions are
-    timed, and ``forward`` is marked for ``hot_compile.inductor`` if they are faster so.
+    timed, if the joint graph's were not, and ``forward`` is marked for ``hot_compile.inductor`` if
+    they are faster so.
     """
     try:
         changes = GraphLowering.decide_layout_opt(forward, is_inference=False)
@@ -171,15 +172,21 @@ def lay_images(
         log.debug("hot: Inductor did not say which layout it will choose", exc_info=True)
         return 0
     asked = may_force and inductor_config.layout_optimization and not changes
-    graphs = forward.graph, backward.graph
-    turned = _turned(*graphs, num_fwd_outputs) if asked else 0
-    forced = asked and channels_last_wins(
-        itertools.chain(*(g.nodes for g in graphs)), turned, rates
+    forced = asked and (
+        any(CHOSEN in node.meta for node in forward.graph.nodes)
+        or _timed_faster(forward.graph, backward.graph, num_fwd_outputs, rates)
     )
     if forced:
         forward.meta[CHANNELS_LAST] = True
     _mark_images(forward, all_of_them=changes or forced)
     return int(forced)
+
+
+def _timed_faster(
+    forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, rates: RatesOf
+) -> bool:
+    turned = _turned(forward, backward, num_fwd_outputs)
+    return channels_last_wins(itertools.chain(forward.nodes, backward.nodes), turned, rates)
 
 
 def _turned(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> int:

@@ -38,7 +38,7 @@ def test_the_order_is_written_down():
     assert [s.name for s in pipeline.HEADS] == ["duration", "heads"]
     assert [s.name for s in pipeline.JOINT] == [
         "match", "candidates", "price", "plan", "warn",
-        "rewrite", "forwards", "exact_forms", "copies",
+        "rewrite", "forwards", "exact_forms", "signals", "copies",
     ]  # fmt: skip
     assert [s.name for s in pipeline.PARTITIONED] == [
         "layouts", "inputs", "advance", "crossers", "plan_storage", "take_back", "store",
