@@ -28,7 +28,8 @@ _NEUTRAL = 1, 0, 1, 0
 
 def as_images(graph: fx.Graph, rates: RatesOf) -> int:
     """Convolutions of signals, and their backwards, become those of images that lie channels last,
-    if the graph's device was timed to be faster so. Says how many."""
+    if the graph's device was timed to be faster so: they alone, and with images beside them, which
+    then lie so, too. Says how many."""
     targets = aten.convolution.default, CONVOLUTION_BACKWARD
     convolutions = [node for node in graph.nodes if node.target in targets]
     signals = [node for node in convolutions if rank_of(node.args[0]) == _SIGNAL_DIMS]
@@ -36,7 +37,8 @@ def as_images(graph: fx.Graph, rates: RatesOf) -> int:
         return 0
     turned = {read for node in signals for read in _reads(node) if _comes_from_outside(read)}
     edges = sum(bytes_of(value_of(read)) for read in turned)
-    if not channels_last_wins(convolutions, edges, rates, signals=True):
+    sets = [signals] if len(signals) == len(convolutions) else [signals, convolutions]
+    if not all(channels_last_wins(nodes, edges, rates, signals=True) for nodes in sets):
         return 0
     images: dict[fx.Node, fx.Node] = {}
     for node in signals:

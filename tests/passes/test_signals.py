@@ -118,6 +118,20 @@ def test_images_alone_are_not_asked_for(asked):
     assert asked == []
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_images_beside_them_are_asked_for_too(monkeypatch, asked, convolved, together):
+    """Inductor will lay those channels last as well."""
+    wins = signals.channels_last_wins
+    both = lambda nodes, *given, **how: wins(nodes, *given, **how) and (together or len(nodes) == 2)  # noqa: E731
+    monkeypatch.setattr(signals, "channels_last_wins", both)
+    image, signal = nn.Conv2d(4, 8, 3), nn.Conv1d(8, 8, 3)
+    loss = lambda x: signal(image(x).flatten(2)).square().mean()  # noqa: E731
+    hot_step(loss, torch.randn(2, 4, 9, 9), options=EXACT)
+    assert asked == [(2, 0, True), (4, 0, True)]
+    dims = {operand.dim() for operands in convolved for operand in operands}
+    assert dims == ({4} if together else {3, 4})
+
+
 def test_a_result_has_the_strides_it_had(asked):
     torch.manual_seed(0)
     net, x = nn.Conv1d(8, 16, 3), torch.randn(2, 8, 33, requires_grad=True)
