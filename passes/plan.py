@@ -190,8 +190,9 @@ def _decide_form(
     elif candidate.node in rewritten:
         problem = rewritten[candidate.node]
     problem = problem or candidate.form.pays(candidate.reads, candidate.tf32)
-    reason = problem or "as exact, and faster on this device"
     saves = 0.0 if problem else candidate.form.saves(candidate.node)
+    problem = problem or ("" if saves else "was not timed to be faster on this device")
+    reason = problem or "as exact, and faster on this device"
     seconds = saves * elements_of(candidate.reads)
     return FormDecision(candidate.layer, candidate.form.name, not problem, reason, seconds)
 

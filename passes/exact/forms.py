@@ -44,7 +44,8 @@ class ExactForm:
     replace: Callable[[fx.Graph, fx.Node], bool]
     """Give the call its form, in place; False if nothing was there to replace after all."""
     saves: Callable[[fx.Node], float]
-    """Seconds of a step an element of what the call reads, as measured on an H200 in bf16."""
+    """Seconds of a step an element of what the call reads, as measured on an H200 in bf16, or as
+    timed on the call's own device; 0: it is not taken."""
 
 
 def _measured_on_cuda(reads: torch.Tensor, tf32: bool) -> str:

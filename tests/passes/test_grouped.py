@@ -5,6 +5,7 @@ import torch
 from samples_graphs import forms_pay
 from torch import nn
 
+from hot_compile.passes.cost.images import Kind, seconds
 from hot_compile.passes.exact import grouped
 from hot_compile.testing import hot_step
 
@@ -85,8 +86,12 @@ def test_others_stay(monkeypatch, clock, net):
 @pytest.mark.parametrize("times", [[1.0, 2.0], [1.9, 1.9], None])
 def test_what_is_not_faster_in_both_layouts_stays(monkeypatch, clock, times):
     clock[0][True] = times
-    net = nn.Conv1d(12, 24, 3, groups=4)
-    assert step(net, torch.randn(2, 12, 33), forms_pay(monkeypatch, grouped)) == []
+    forms_pay(monkeypatch, grouped)
+    net, x = nn.Conv1d(12, 24, 3, groups=4), torch.randn(2, 12, 33)
+    _, (graph,) = hot_step(lambda x: net(x).square().mean(), x, options=EXACT)
+    (form,) = graph.plan.exact_forms
+    assert not form.taken
+    assert form.reason == "was not timed to be faster on this device"
 
 
 def test_what_is_timed_is_what_runs(monkeypatch, clock):
@@ -102,7 +107,15 @@ def test_what_is_timed_is_what_runs(monkeypatch, clock):
     assert form.seconds_won == pytest.approx(1.0)
 
 
-def test_without_a_gpu_nothing_is_timed():
+def test_elsewhere_nothing_is_timed(clock):
     net = nn.Conv1d(12, 24, 3, groups=4)
     _, (graph,) = hot_step(lambda x: net(x).square().mean(), torch.randn(2, 12, 33), options=EXACT)
-    assert graph.plan.exact_forms == ()
+    (form,) = graph.plan.exact_forms
+    assert (form.taken, form.seconds_won) == (False, 0.0)
+    assert form.reason == "measured to be faster on CUDA only, not on cpu"
+    assert clock[1] == []
+
+
+def test_without_a_gpu_there_is_no_time():
+    kind = Kind(torch.ops.aten.convolution.default, ((1, 4, 1, 9), (4, 2, 1, 3)), torch.half, (), 1)
+    assert seconds(kind, torch.device("cpu")) is None
