@@ -21,7 +21,7 @@ from .attention_masks import ATTENTION, argument, checkpointed, traced_with, wit
 log = logging.getLogger("hot_compile")
 _DIMENSIONS = 4
 _FEWEST = 100
-"""Keys: windows of fewer were as fast by products, or faster (ADR 51)."""
+"""Keys: of fewer, a kernel won in one net and lost in another (ADR 51)."""
 
 
 def for_fast_kernels(gm: fx.GraphModule) -> fx.GraphModule:
