@@ -42,7 +42,7 @@ def saves(conv: fx.Node) -> float:
     if own is None or other is None:
         return 0.0
     won = [a - b if b < GAIN * a else 0.0 for a, b in zip(own, other, strict=True)]
-    return min(won) / elements_of(value_of(conv.args[0]))
+    return min(won) / max(1, elements_of(value_of(conv.args[0])))
 
 
 def _padding(kind: Kind) -> list[int]:

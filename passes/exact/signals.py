@@ -17,7 +17,7 @@ from hot_compile.passes.base.emit import Emitter, ForwardEmitter
 from hot_compile.passes.base.graph import aten, rank_of, value_of
 from hot_compile.passes.base.operators import CASTS, VIEWS
 from hot_compile.passes.base.site import bytes_of
-from hot_compile.passes.cost.images import CHOSEN, RatesOf, channels_last_wins
+from hot_compile.passes.cost.images import CHOSEN, RatesOf, channels_last_wins, kind_of
 from hot_compile.passes.layers.match_conv import CONVOLUTION_BACKWARD, each_dimension
 
 _SIGNAL_DIMS = 3
@@ -32,7 +32,7 @@ def as_images(graph: fx.Graph, rates: RatesOf) -> int:
     then lie so, too. Says how many."""
     targets = aten.convolution.default, CONVOLUTION_BACKWARD
     convolutions = [node for node in graph.nodes if node.target in targets]
-    signals = [node for node in convolutions if rank_of(node.args[0]) == _SIGNAL_DIMS]
+    signals = [node for node in convolutions if _is_signals(node)]
     if not signals:
         return 0
     turned = {read for node in signals for read in _reads(node) if _comes_from_outside(read)}
@@ -45,6 +45,12 @@ def as_images(graph: fx.Graph, rates: RatesOf) -> int:
         (_replace if node.target is aten.convolution.default else _replace_backward)(node, images)
     graph.eliminate_dead_code()
     return len(signals)
+
+
+def _is_signals(node: fx.Node) -> bool:
+    """Of sizes that are known, too: others are not timed, and their strides not compared."""
+    read: Any = node.args[0]
+    return rank_of(read) == _SIGNAL_DIMS and kind_of(node, signals=True) is not None
 
 
 def _reads(node: fx.Node) -> list[Any]:

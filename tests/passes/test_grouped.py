@@ -56,6 +56,7 @@ def step(net, x, taken):
         (nn.Conv2d(12, 24, 3, padding=1, groups=4), (2, 12, 9, 7)),
         (nn.Conv2d(8, 8, (3, 5), padding=(2, 0), dilation=(1, 2), groups=2), (2, 8, 11, 13)),
         (nn.Conv2d(8, 8, 3, padding="same", groups=2), (1, 8, 1, 1)),
+        (nn.Conv2d(8, 8, 3, padding=1, groups=2), (0, 8, 5, 5)),
     ],
 )
 def test_values_and_gradients_are_the_same(monkeypatch, clock, net, size):

@@ -118,6 +118,19 @@ def test_images_alone_are_not_asked_for(asked):
     assert asked == []
 
 
+def test_sizes_that_change_are_not_asked_for(asked):
+    """No guard comes of it: another length runs by the same code."""
+    torch.manual_seed(0)
+    net = nn.Conv1d(8, 16, 3, 2, groups=2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(net, backend="hot", options=EXACT | {"accept": "off"}, dynamic=True)
+    for size in ((4, 8, 33), (3, 8, 24)):
+        step(torch.randn(size)).square().mean().backward()
+    assert asked == []
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_images_beside_them_are_asked_for_too(monkeypatch, asked, convolved, together):
     """Inductor will lay those channels last as well."""
